@@ -240,14 +240,20 @@ mp 8, sequence parallel:
   * | * | rows | 1024 | a product with fewer rows does not fill 132 units
   * | * | megabytes | 1400 | 1,350
 experts, dropless:
-  * | * | kernels | 107 | 105
+  * | * | kernels | 98 | 96, of which 11 for the router and its input
   * | pack_bucket_cuda | kernels | 2 | a table of addresses, and one kernel per bucket
   * | unpack_bucket_cuda | kernels | 2 | a table of addresses, and one kernel per bucket
-  copy_ | Bucket.* | kernels | 5 | two gradients of experts, and three casts of masters
+  copy_ | Bucket.* | kernels | 3 | casts of masters
+  add_gradient | * | kernels | 2 | two gradients of experts, in fp32 by a kernel with loads of 16 bytes
   * | * | products | 21 | seven weights: one product forward, two backward
   * | * | rows | 8192 | all tokens of the micro-batch
-  * | * | megabytes | 10200 | 9,920: weight gradients, dispatch and combine, activations in one pass
+  * | * | megabytes | 9950 | 9,670: weight gradients, dispatch and combine, activations in one pass
   * | * | waits | 1 | the counts, once per layer
+  route* | * | kernels | 2 | scores, choices, weights and sums of tokens; the gradient of logits
+  route* | * | megabytes | 20 | 19: logits in three parts, and gradients in four
+  split_matrix | * | kernels | 2 | three bf16 parts of the router's weight, in each direction
+  * | FanOut* | kernels | 0 | tokens enter products in bf16
+  topk | * | kernels | 0 | the kernel chooses
   sort | * | kernels | 0 | pairs are sorted by counting
   * | sort_pairs | kernels | 2 | counts of blocks of pairs, then their rows
   * | order_runs | kernels | 1 | places of the received rows, counts and ends
@@ -257,36 +263,36 @@ experts, dropless:
   alltoall_base_ | * | kernels | 5 | dispatch and combine, forward and backward, and the counts
   swiglu* | * | kernels | 4 | routed and shared experts, one in each direction
   swiglu* | * | megabytes | 1650 | 1,610: one pass, times the gate weights
-  * | _ChosenShares* | kernels | 4 | gate weights, sum of scores, one gradient buffer
   * | *aux* | kernels | 0 | losses are computed once for all layers
-  add | * | kernels | 5 | sums around norms, and the gradient of the router's input
+  add | * | kernels | 5 | sums around norms, and the gradients of the router's input
+  add_ | * | kernels | 0 | that of the router is added by its product
 experts, by node:
-  * | * | kernels | 189 | 186: 81 more than plain, for orders, fields of rows and relays
+  * | * | kernels | 180 | 177: 81 more than plain, for orders, fields of rows and relays
   * | * | waits | 1 | the counts, once per layer
   alltoall_base_ | * | kernels | 8 | two hops of dispatch and combine, in both directions
   sort | * | kernels | 10 | the choices of each token; rows are sorted by counting
   sort_pairs | * | kernels | 6 | rows to nodes, to ranks and to experts
-  * | * | megabytes | 11000 | 10,700: 9,920 of plain dispatch, relayed rows, and sums on each rank and node
+  * | * | megabytes | 10750 | 10,450: 9,670 of plain dispatch, relayed rows, and sums on each rank and node
 experts, dropless, compiled:
-  * | * | kernels | 100 | 98
+  * | * | kernels | 94 | 92
   * | * | products | 21 | seven weights: one product forward, two backward
-  * | * | megabytes | 9900 | 9,620: weight gradients, dispatch and combine, which are not compiled
+  * | * | megabytes | 9700 | 9,420: weight gradients, dispatch and combine, which are not compiled
   * | * | waits | 1 | the counts, once per layer
 experts, capacity:
-  * | * | kernels | 149 | 146
+  * | * | kernels | 146 | 142
   * | * | products | 21 | seven weights: one product forward, two backward
   * | * | rows | 8192 | all tokens of the micro-batch
-  * | * | megabytes | 10200 | 9,940: weight gradients, dispatch and combine, activations in one pass
+  * | * | megabytes | 9980 | 9,690: weight gradients, dispatch and combine, activations in one pass
   * | * | waits | 0 | even splits need no counts
   sort | * | kernels | 10 | one sort of 64-bit keys, for the kept tokens
   * | order_runs | kernels | 1 | places of rows, of which each expert has as many
   alltoall_base_ | * | kernels | 4 | dispatch and combine, forward and backward
   swiglu* | * | kernels | 4 | routed and shared experts, one in each direction
 slices 2:
-  * | * | kernels | 242 | 237
+  * | * | kernels | 224 | 219
   * | * | products | 39 | products of two slices; keys and values of attention once
   * | * | rows | 4096 | all tokens of a slice
-  * | * | megabytes | 13300 | 12,890: weight gradients, dispatch and combine, activations in one pass
+  * | * | megabytes | 13050 | 12,640: weight gradients, dispatch and combine, activations in one pass
   * | * | waits | 2 | the counts, once per slice
   sort | * | kernels | 0 | pairs are sorted by counting
   * | order_runs | kernels | 2 | places of the received rows of each slice, counts and ends

@@ -102,20 +102,24 @@ class _ExpertLayer:
         H, E = moe.hidden_size, moe.num_experts
         # Kept: x in fp32, probabilities and logits, chosen weights. With fp32 the shared experts keep the same x.
         router = w * s * H + 2 * w * s * E + (INDEX_BYTES + 3 * w) * s * k + 3 * w * s
+        moved, transient = 2 * w * s * H + 4 * w * s * E, 2 * w * s * H
+        if view.fused_router:  # x as it is, and logits; of these three parts are written, and bf16 parts of gradients
+            router = e * s * H + w * s * E + (INDEX_BYTES + 2 * w) * s * k + 2 * w * s
+            moved, transient = e * s * H + 8 * w * s * E, e * s * H + 12 * s * E
         travels = view.ep > 1 or inside != rows
         order: float = 2 * INDEX_BYTES * s * k + (2 * INDEX_BYTES * inside if travels else 0) + (INDEX_BYTES + w) * rows
-        moved, temporary = 4.0 * e * rows * H, 2.0 * e * rows * H
+        rows_moved, temporary = 4.0 * e * rows * H, 2.0 * e * rows * H
         if view.node_ep:
-            order, moved, temporary = self._rows_by_node()
+            order, rows_moved, temporary = self._rows_by_node()
         return [
             OpCost(
                 "router",
                 router,
                 (Product(s, H, E, wide=True),),
-                moved=2 * w * s * H + 4 * w * s * E,
-                transient=2 * w * s * H + self.passing,
+                moved=moved,
+                transient=transient + self.passing,
             ),
-            OpCost("dispatch", order, moved=moved, sent=tuple(self._sent()), transient=temporary + self.passing),
+            OpCost("dispatch", order, moved=rows_moved, sent=tuple(self._sent()), transient=temporary + self.passing),
         ]
 
     def _rows_by_node(self) -> tuple[float, float, float]:

@@ -254,8 +254,10 @@ class MoeForward:
         self._launch_last()
         batch, length, _ = x_BsH.shape
         valid_T = None if valid_Bs is None else valid_Bs.flatten()
-        wide_TH, x_TH, shared_TH = self.router.fan_out(x_BsH.flatten(0, 1))
-        routing = self.router(wide_TH, valid_T, batch)  # [1]
+        x_TH = shared_TH = x_BsH.flatten(0, 1)
+        routing = self.router(x_TH, valid_T, batch)  # [1]
+        if routing.passed is not None:
+            x_TH, shared_TH = routing.passed
         kept_Tk = self.routing.keep(routing, valid_T, batch, length)  # [2]
         sizes = self.routing.sizes
         weights_Tk = gate_weights(

@@ -5,21 +5,19 @@ Shape letters: T tokens, H hidden, E experts, k choices per token.
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
-from megapar.core.device.compiled import FunctionRunner, counted, plain
+from megapar.core.device.compiled import FunctionRunner, plain
 from megapar.core.device.dtypes import at_least_fp32
+from megapar.core.device.ops import op
+from megapar.core.device.routing import SMALLEST_TOTAL, choose
 from megapar.core.tensor_parallel.layers import local
 from megapar.moe.sizes import MoeSizes
 from megapar.moe.stats import RouterSums, router_sums
-
-SMALLEST_TOTAL = 1e-12  # lower bound of the divisor in renormalization; the value of the ERNIE 4.5 models
 
 
 class Routing(NamedTuple):
@@ -30,15 +28,18 @@ class Routing(NamedTuple):
         experts: [T, k] int64, best choice first.
         sums: Sums over the non-padding tokens.
         orthogonal: Scalar, see ``Router.orthogonal_loss``; None if that loss is not used.
-        shares: [T, k] scores of the choices, renormalized over all choices, differentiable; None: computed from
-            ``probs`` (``gate_weights``).
+        weights: [T, k] gate weights if every choice is kept, differentiable; None: computed from ``probs``
+            (``gate_weights``).
+        passed: x for the dispatch and for the shared experts, whose gradients are added to the router's at once, which
+            is not rounded before; None: the router takes x in its own dtype.
     """
 
     probs: Tensor
     experts: Tensor
     sums: RouterSums
     orthogonal: Tensor | None = None
-    shares: Tensor | None = None
+    weights: Tensor | None = None
+    passed: tuple[Tensor, Tensor] | None = None
 
 
 class Router(nn.Module):
@@ -66,49 +67,37 @@ class Router(nn.Module):
         super().__init__()
         self.sizes, self.copies = sizes, copies
         self.run, self.top = run, TopExperts(sizes, run)
-        self.renormalizes = sizes.score == "softmax" and sizes.renormalizes and not sizes.has_capacity
         exact = at_least_fp32(dtype)
         self.weight = nn.Parameter(torch.empty(sizes.num_experts, sizes.hidden_size, dtype=exact, device=device))
         self.register_buffer("correction_bias", torch.zeros(sizes.num_experts, dtype=exact, device=device))
 
-    def fan_out(self, x_TH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return x [T, H] for the router, for the dispatch and for the shared experts.
-
-        If the router computes in a wider dtype, the first one has that dtype, and the gradients of all three are added
-        at once, that of the router without rounding.
-        """
-        dtype = self.weight.dtype
-        if x_TH.dtype == dtype or not torch.is_grad_enabled():
-            return x_TH, x_TH, x_TH
-        of_router, of_dispatch, of_shared = _FanOut.apply(x_TH, dtype, self.run)
-        return of_router, of_dispatch, of_shared
-
     def forward(self, x_TH: Tensor, valid_T: Tensor | None = None, samples: int = 1) -> Routing:
-        """Choose k experts for every token, in the dtype of the experts or of the router (``fan_out``).
+        """Choose k experts for every token, in the dtype of the experts or of the router.
 
         samples: Number of samples of the same length that the T tokens belong to, concatenated.
         """
-        sizes, weight_EH = self.sizes, local(self.weight)
-        logits_TE = F.linear(x_TH.to(weight_EH.dtype), weight_EH)
-        probs_TE, shares_TE, lse_T = self.run(score, logits_TE, sizes)
-        experts_Tk = self.choose(probs_TE)
-        weights_Tk = total_E = None
-        if self.renormalizes:
-            valid_weight_T = None if valid_T is None else valid_T.to(probs_TE.dtype)
-            weights_Tk, total_E = _ChosenShares.apply(logits_TE, probs_TE.detach(), experts_Tk, valid_weight_T)
+        sizes = self.sizes
+        routed: Any = op("route", x_TH)(x_TH, local(self.weight), valid_T, self)
         sums = router_sums(
-            lse_T,
-            shares_TE,
-            experts_Tk,
+            routed.lse,
+            routed.shares,
+            routed.experts,
             valid_T,
             samples if sizes.sequence_aux else 0,
             sizes.loss_choices,
             by_choice=sizes.has_capacity,
-            total_E=total_E,
+            total_E=routed.total,
+            squares=routed.squares,
+            counts_2E=routed.counts,
         )
         # Computed in the forward: afterwards FSDP may have resharded the weight.
         orthogonal = self.orthogonal_loss() if sizes.orthogonal else None
-        return Routing(probs_TE, experts_Tk, sums, orthogonal, weights_Tk)
+        return Routing(routed.scores, routed.experts, sums, orthogonal, routed.weights, routed.passed)
+
+    @property
+    def is_observed(self) -> bool:
+        """The choice has hooks, so that it is made here even if a kernel could."""
+        return bool(self.top._forward_hooks)
 
     @torch.no_grad()
     def choose(self, probs_TE: Tensor) -> Tensor:
@@ -139,119 +128,6 @@ class TopExperts(nn.Module):
         return self.run(choose, probs_TE, bias_E, self.sizes)
 
 
-class _FanOut(torch.autograd.Function):
-    """x [T, H] for three readers, in ``dtype`` for the first."""
-
-    @staticmethod
-    def forward(ctx: Any, x_TH: Tensor, dtype: torch.dtype, run: FunctionRunner) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.run, ctx.dtype = run, x_TH.dtype
-        ctx.set_materialize_grads(False)
-        return x_TH.to(dtype), x_TH.view_as(x_TH), x_TH.view_as(x_TH)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, wide: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, None, None]:
-        narrow = [grad for grad in grads if grad is not None]
-        if wide is None:
-            return (sum(narrow[1:], narrow[0]) if narrow else None), None, None
-        if len(narrow) == 2:
-            return ctx.run(gradient_sum, *narrow, wide), None, None
-        total = torch.empty(wide.shape, dtype=ctx.dtype, device=wide.device)
-        return (torch.add(narrow[0], wide, out=total) if narrow else total.copy_(wide)), None, None
-
-
-@counted(1, 1, 1)
-def gradient_sum(first_TH: Tensor, second_TH: Tensor, wide_TH: Tensor) -> Tensor:
-    """Return the sum of three gradients in the dtype of the first two."""
-    return (first_TH + second_TH).add_(wide_TH)
-
-
-@counted(1)
-def score(logits_TE: Tensor, sizes: MoeSizes) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (scores, each expert's share of a token, log-sum-exps of the logits): [T, E], [T, E] and [T]."""
-    if sizes.score == "softmax":
-        probs_TE, lse_T = _Softmax.apply(logits_TE)
-        return probs_TE, probs_TE, lse_T
-    probs_TE = logits_TE.sigmoid()  # the losses use shares that sum to 1 per token
-    shares_TE = probs_TE / probs_TE.sum(dim=1, keepdim=True).clamp(min=SMALLEST_TOTAL)
-    return probs_TE, shares_TE, torch.logsumexp(logits_TE, dim=1)
-
-
-class _Softmax(torch.autograd.Function):
-    """Softmax of logits [T, E], and their log-sum-exps [T], for which no other pass computes exponentials."""
-
-    @staticmethod
-    def forward(ctx: Any, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
-        log_TE = logits_TE.log_softmax(1)
-        lse_T = logits_TE[:, 0] - log_TE[:, 0]  # exact to the logits' rounding for every expert
-        probs_TE = log_TE.exp()
-        ctx.save_for_backward(probs_TE)
-        ctx.set_materialize_grads(False)
-        return probs_TE, lse_T
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Tensor | None:
-        (probs_TE,) = ctx.saved_tensors
-        of_probs, of_lse = grads
-        grad_TE = None if of_probs is None else _softmax_backward(of_probs, probs_TE)
-        if of_lse is None:
-            return grad_TE
-        more_TE: Tensor = probs_TE * of_lse[:, None]
-        return more_TE if grad_TE is None else more_TE + grad_TE
-
-
-def _softmax_backward(grad: Tensor, result: Tensor) -> Tensor:
-    return torch.ops.aten._softmax_backward_data(grad, result, 1, result.dtype)
-
-
-class _ChosenShares(torch.autograd.Function):
-    """Scores of the choices, renormalized [T, k], and the sum of all scores over the tokens [E], of a softmax.
-
-    A softmax of some logits is the softmax of all of them, renormalized. Both gradients of the logits are made in one
-    buffer.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, logits_TE: Tensor, probs_TE: Tensor, experts_Tk: Tensor, valid_weight_T: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        shares_Tk = logits_TE.gather(1, experts_Tk).softmax(1)
-        ctx.save_for_backward(probs_TE, experts_Tk, shares_Tk, valid_weight_T)
-        ctx.set_materialize_grads(False)
-        return shares_Tk, probs_TE.sum(0) if valid_weight_T is None else valid_weight_T @ probs_TE
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None, None, None]:
-        probs_TE, experts_Tk, shares_Tk, valid_weight_T = ctx.saved_tensors
-        of_shares, of_total = grads
-        if of_total is None:
-            grad_TE = torch.zeros_like(probs_TE)
-        else:
-            of_probs = of_total.expand_as(probs_TE) if valid_weight_T is None else valid_weight_T[:, None] * of_total
-            grad_TE = _softmax_backward(of_probs, probs_TE)
-        if of_shares is not None:
-            grad_TE.scatter_add_(1, experts_Tk, _softmax_backward(of_shares, shares_Tk))
-        return grad_TE, None, None, None
-
-
-@counted(1)
-def choose(probs_TE: Tensor, bias_E: Tensor, sizes: MoeSizes) -> Tensor:
-    """Choose the experts with the highest score plus correction bias in the best groups only, best first: [T, k].
-
-    A group's score is the sum of its best ``scored_of_group`` experts: k / group_topk of them in DeepSeek-V3 (arXiv
-    2412.19437, section 2.1.2), whose published class always takes two; one in DeepSeek-V2 (arXiv 2405.04434, section
-    2.1.3).
-    """
-    biased_TE = probs_TE + bias_E if sizes.biased else probs_TE
-    if sizes.group_topk < sizes.groups:
-        grouped = biased_TE.unflatten(1, (sizes.groups, -1))
-        best = grouped.topk(sizes.scored_of_group, dim=2).values.sum(2)
-        chosen = torch.zeros_like(best, dtype=torch.bool).scatter_(1, best.topk(sizes.group_topk, dim=1).indices, True)
-        biased_TE = grouped.masked_fill(~chosen[:, :, None], -math.inf).flatten(1)
-    return torch.topk(biased_TE, sizes.topk, dim=1).indices
-
-
 def gate_weights(
     routing: Routing, kept_Tk: Tensor | None, *, over_kept: bool, scaling: float = 1.0, renormalizes: bool | None = None
 ) -> Tensor:
@@ -266,14 +142,14 @@ def gate_weights(
         over_kept: Renormalize over the kept choices only.
         renormalizes: Divide by the sum; None: if there are several choices.
     """
+    if routing.weights is not None and (kept_Tk is None or not over_kept):
+        return routing.weights if kept_Tk is None else torch.where(kept_Tk, routing.weights, 0.0)
     divided = routing.experts.shape[1] > 1 if renormalizes is None else renormalizes
     weights_Tk = _shares(routing, kept_Tk, over_kept, divided)
     return weights_Tk if scaling == 1.0 else weights_Tk * scaling
 
 
 def _shares(routing: Routing, kept_Tk: Tensor | None, over_kept: bool, divided: bool) -> Tensor:
-    if routing.shares is not None and (kept_Tk is None or not over_kept):
-        return routing.shares if kept_Tk is None else torch.where(kept_Tk, routing.shares, 0.0)
     chosen_Tk = routing.probs.gather(1, routing.experts)
     weights_Tk = chosen_Tk if kept_Tk is None else torch.where(kept_Tk, chosen_Tk, 0.0)
     if not divided:

@@ -136,7 +136,7 @@ def over_choices(counts_kE: Tensor) -> Tensor:
 
 
 def router_sums(
-    lse_T: Tensor,
+    lse_T: Tensor | None,
     probs_TE: Tensor,
     experts_Tk: Tensor,
     valid_T: Tensor | None,
@@ -145,6 +145,8 @@ def router_sums(
     *,
     by_choice: bool = True,
     total_E: Tensor | None = None,
+    squares: Tensor | None = None,
+    counts_2E: Tensor | None = None,
 ) -> RouterSums:
     """Sum over the tokens the quantities that the losses and the load need.
 
@@ -154,19 +156,29 @@ def router_sums(
         best: Number of a token's best experts by score that the losses count, if ``experts_Tk`` may differ from them;
             0: ``experts_Tk`` are the best.
         total_E: The sum of the shares of all tokens but padding, if it has been computed.
+        squares: The same of squared ``lse_T``, which are then not read.
+        counts_2E: The same of the choices, if not ``by_choice``, and of the best.
     """
     num_experts = probs_TE.shape[1]
-    best_Tk = torch.topk(probs_TE.detach(), experts_Tk.shape[1], dim=1).indices if best else experts_Tk
+    ranks = best and (samples or counts_2E is None)
+    best_Tk = torch.topk(probs_TE.detach(), experts_Tk.shape[1], dim=1).indices if ranks else experts_Tk
     by_sample = _by_sample(probs_TE, best_Tk, valid_T, samples)
     mask_T1 = None if valid_T is None else valid_T[:, None]
-    counts = count_pairs(experts_Tk, mask_T1, num_experts, by_choice=by_choice)
+    if by_choice or counts_2E is None:
+        counts = count_pairs(experts_Tk, mask_T1, num_experts, by_choice=by_choice)
+    else:
+        counts = counts_2E[:1]
     best_E = counts.new_empty(0)
-    if best:
+    if best and counts_2E is not None:
+        best_E = counts_2E[1]
+    elif best:
         best_E = count_pairs(best_Tk[:, :best], mask_T1, num_experts, by_choice=False)[0]
     valid_weight_T = None if valid_T is None else valid_T.to(probs_TE.dtype)
     if total_E is None:
         total_E = probs_TE.sum(0) if valid_weight_T is None else valid_weight_T @ probs_TE
-    squares = torch.dot(lse_T if valid_weight_T is None else lse_T * valid_weight_T, lse_T)
+    if squares is None:
+        assert lse_T is not None
+        squares = torch.dot(lse_T if valid_weight_T is None else lse_T * valid_weight_T, lse_T)
     return RouterSums(total_E, squares, counts, by_sample, best_E)
 
 

@@ -120,6 +120,7 @@ class PlannedRun:
             expert_parts=max(1, config.ampipe.pipe_experts_multi_data // max(1, config.ampipe.ampipe_degree)),
             masked_share=config.data.mlm_probability,
             fused_group=LARGEST_GROUP if self._in_triton else 0,
+            fused_router=self._in_triton and self.dtype == "bf16",
             repeats_heads=repeats_keys(config, self.kind, self.dtype),
             sends_latents=config.parallel.mla_cp_exchange == LATENT,
             expert_imbalance=self.assumed.expert_imbalance if grid.ep > 1 else 1.0,

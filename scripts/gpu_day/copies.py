@@ -42,14 +42,17 @@ def _speeds(day: Day, works: Mapping[str, tuple[int, Callable[[], object]]], siz
 def bucket(day: Day, shape: tuple[int, ...]) -> Answer:
     """Time the two ways in which a bucket takes a gradient (``Bucket._accumulate``): copy the first, add the others.
 
-    The opposite direction, and copies without a change of dtype, are beside them.
+    Torch's operators for them, the opposite direction, and copies without a change of dtype, are beside them.
     """
     gradient = normal(day, *shape)
     flat = torch.zeros(1, gradient.numel() + 64, device=day.place)
     target = flat[:, : gradient.numel()].unflatten(1, shape)
     rows, wide, narrow = gradient[None], target.clone(), torch.empty_like(gradient)
     number = gradient.numel()
+    add_gradient = day.operator("add_gradient")
     works: dict[str, tuple[int, Callable[[], object]]] = {  # bytes per element
+        "copy of the package": (2 + 4, lambda: add_gradient(target, rows, begins=True)),
+        "add of the package": (2 + 4 + 4, lambda: add_gradient(target, rows, begins=False)),
         "copy": (2 + 4, lambda: target.copy_(rows)),
         "add": (2 + 4 + 4, lambda: target.add_(rows)),
         "foreach copy": (2 + 4, lambda: torch._foreach_copy_([target], [rows])),
@@ -94,8 +97,9 @@ def router(day: Day, experts: int, topk: int) -> Answer:
     outer = normal(day, T, H)
 
     def of_package() -> object:
-        of_router, of_dispatch, _ = module.fan_out(x)
-        weights = gate_weights(module(of_router), None, over_kept=False)
+        routing = module(x)
+        of_dispatch, _ = routing.passed or (x, x)
+        weights = gate_weights(routing, None, over_kept=False)
         return torch.autograd.grad((weights, of_dispatch), (x, module.weight), (upstream, outer))
 
     def plain(dtype: torch.dtype) -> object:

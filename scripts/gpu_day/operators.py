@@ -27,6 +27,8 @@ from megapar.core.device.grouped import input_gradient_by_size, linear_by_size, 
 from megapar.core.device.ops import OPS
 from megapar.core.device.pick import pick
 from megapar.moe.expert_order import sort_by_expert
+from megapar.moe.router import Router, gate_weights
+from megapar.moe.sizes import SCORES, MoeSizes
 from scripts.gpu_day import row_operators
 from scripts.gpu_day.day import Answer, Day
 
@@ -55,7 +57,7 @@ def run(day: Day) -> None:
     torch.manual_seed(0)
     for named, dtype in DTYPES.items():
         for name in OPS:
-            if name.startswith("attention_block") or name in ("cross_entropy", *row_operators.ENTRIES):
+            if name.startswith("attention_block") or name in ("cross_entropy", "route", *row_operators.ENTRIES):
                 continue  # value and gradient are compared together below
             if name.startswith("fp8"):
                 continue  # in the part fp8
@@ -67,6 +69,8 @@ def run(day: Day) -> None:
                 work = partial(compare, form, reference, case, TOLERANCE[dtype])
                 day.attempt(f"{name}: {case.name}, {named}", work)
         day.attempt(f"cross_entropy: {named}", partial(entropy, day, dtype))
+        for score in SCORES:
+            day.attempt(f"route: {score}, {named}", partial(routes, day, dtype, score))
         for name in row_operators.ENTRIES:
             day.attempt(f"{name}: {named}", partial(row_operators.compare, day, name, dtype))
         for causal, groups in ((True, 8), (False, 8), (True, 2)):
@@ -246,6 +250,14 @@ def _add_product(day: Day, draw: Callable[..., Tensor]) -> Iterator[Case]:
         yield Case("begins" if begins else "goes on", (total.clone(), *factors), {"begins": begins})
 
 
+def _add_gradient(day: Day, draw: Callable[..., Tensor]) -> Iterator[Case]:
+    for pieces in (1, 3):
+        gradient = draw(pieces, 96, 64, differentiate=False)
+        for begins in (True, False):
+            total = torch.randn(pieces, 96 * 64 + 8, device=day.place)[:, :-8].unflatten(1, (96, 64))
+            yield Case(f"{pieces} pieces, {'begins' if begins else 'goes on'}", (total, gradient), {"begins": begins})
+
+
 def _small_embedding(day: Day, draw: Callable[..., Tensor]) -> Iterator[Case]:
     for count in (4, 512):
         indices = torch.randint(count, (2, _length(day)), device=day.place)
@@ -287,6 +299,7 @@ _CASES: dict[str, Callable[[Day, Callable[..., Tensor]], Iterator[Case]]] = {
     "grouped_linear": partial(_grouped, which="linear"),
     "grouped_input_gradient": partial(_grouped, which="input"),
     "grouped_weight_gradient": partial(_grouped, which="weight"),
+    "add_gradient": _add_gradient,
     "add_product": _add_product,
     "small_embedding": _small_embedding,
     "permute": partial(_permutation, back=False),
@@ -303,6 +316,29 @@ def entropy(day: Day, dtype: torch.dtype) -> Answer:
     got = day.operator("cross_entropy")(logits, labels, dtype)
     found = {name: relative(a, b) for name, a, b in zip(("result", "gradient"), got, want, strict=True)}
     return Answer(all(e <= TOLERANCE[dtype] for e in found.values()), {"errors": found, "tolerance": TOLERANCE[dtype]})
+
+
+def routes(day: Day, dtype: torch.dtype, score: str) -> Answer:
+    """Compare the router with itself in fp64, of the same choices: scores, gate weights, sums, and both gradients."""
+    sizes = MoeSizes(256, 64, 64, 6, score=score, groups=8, group_topk=3, scaling=2.5)
+    x = torch.randn(4 * _length(day), 256, device=day.place).to(dtype)
+    own, exact = (Router(sizes, dtype=which, device=day.place) for which in (dtype, torch.float64))
+    torch.nn.init.normal_(own.weight, std=0.1)
+    exact.load_state_dict(own.state_dict())
+    upstream = [torch.randn(shape, device=day.place) for shape in ((len(x), 6), (64,), ())]
+    found: list[tuple[Tensor, ...]] = []
+    for router, which in ((own, dtype), (exact, torch.float64)):
+        leaf = x.to(which, copy=True).requires_grad_()
+        routing = router(leaf)
+        exact.top.register_forward_hook(lambda _, inputs, experts, chosen=routing.experts: chosen)
+        weights = gate_weights(routing, None, over_kept=False, scaling=sizes.scaling)
+        values = weights, routing.sums.probs, routing.sums.squares
+        outer = [grad.to(value.dtype) for grad, value in zip(upstream, values, strict=True)]
+        found.append((routing.probs, *values, *torch.autograd.grad(values, (router.weight, leaf), outer)))
+    names = ("scores", "weights", "sum of shares", "sum of squares", "gradient of the weight", "gradient of x")
+    errors = {name: relative(a.detach(), b.detach()) for name, a, b in zip(names, *found, strict=True)}
+    tolerances = dict.fromkeys(names, TOLERANCE[torch.float32]) | {names[-1]: TOLERANCE[dtype]}
+    return Answer(all(errors[n] <= tolerances[n] for n in names), {"errors": errors, "tolerance": tolerances})
 
 
 @torch.no_grad()

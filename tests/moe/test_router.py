@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from megapar.moe.router import SMALLEST_TOTAL, Router, Routing, gate_weights, move_correction_bias
+from megapar.core.device.compiled import plain
+from megapar.core.device.routing import SMALLEST_TOTAL, FanOut
+from megapar.moe.router import Router, Routing, gate_weights, move_correction_bias
 from megapar.moe.sizes import MoeSizes
 from megapar.moe.stats import router_sums
 
@@ -95,7 +97,7 @@ def test_shares_of_the_chosen_and_all_gradients_are_those_of_plain_operators(los
         return value + losses[0] * (total * by_expert).sum() + (0.3 * squares if losses[1] else 0.0)
 
     routing = made(x, valid)
-    assert routing.shares is not None
+    assert routing.weights is not None
     weights = gate_weights(routing, kept, over_kept=False)
     got = loss(weights, routing.sums.probs, routing.sums.squares)
     logits = x @ made.weight.T
@@ -111,9 +113,8 @@ def test_shares_of_the_chosen_and_all_gradients_are_those_of_plain_operators(los
 
 @pytest.mark.parametrize("used", [(0, 1, 2), (0, 1), (0,), (1, 2), (1,)])
 def test_gradients_of_all_readers_are_added_with_the_router_s_unrounded(used):
-    made = router(torch.bfloat16)
     x = torch.randn(5, 8, generator=torch.Generator().manual_seed(8)).bfloat16().requires_grad_()
-    parts = made.fan_out(x)
+    parts = FanOut.apply(x, torch.float32, plain)
     assert [part.dtype for part in parts] == [torch.float32, torch.bfloat16, torch.bfloat16]
     random = torch.Generator().manual_seed(9)
     grads = {number: torch.randn(5, 8, generator=random).to(parts[number].dtype) for number in used}
@@ -123,17 +124,38 @@ def test_gradients_of_all_readers_are_added_with_the_router_s_unrounded(used):
     torch.testing.assert_close(got, (total.float() + grads.get(0, 0.0)).bfloat16(), rtol=0, atol=0)
 
 
-def test_where_the_router_is_no_wider_its_input_is_the_same():
+def test_only_a_wider_router_passes_its_input_on():
+    """With the gradients of all readers: of the router, and of those of what it passes on."""
     x = torch.randn(5, 8, dtype=torch.float64, requires_grad=True)
-    assert all(part is x for part in router().fan_out(x))
+    assert router()(x).passed is None
+    made, narrow = router(torch.bfloat16), x.detach().bfloat16().requires_grad_()
+    routing = made(narrow)
+    assert all(torch.equal(part, narrow) for part in routing.passed)
+    upstream = torch.randn(5, 2, generator=torch.Generator().manual_seed(3))
+    (got,) = torch.autograd.grad(
+        (routing.weights, *routing.passed), narrow, (upstream, narrow.detach(), narrow.detach())
+    )
+    (own,) = torch.autograd.grad(made(wide := narrow.detach().float().requires_grad_()).weights, wide, upstream)
+    torch.testing.assert_close(got, (2 * narrow.detach().float() + own).bfloat16(), rtol=0, atol=0)
+    with torch.no_grad():
+        assert made(narrow).passed is None
+
+
+def test_weights_of_all_choices_have_their_factor():
+    made, x = router(topk=3, scaling=2.5), torch.randn(5, 8, dtype=torch.float64)
+    routing = made(x)
+    weights = gate_weights(routing, None, over_kept=False, scaling=2.5)
+    torch.testing.assert_close(weights.sum(1), torch.full((5,), 2.5, dtype=torch.float64))
+    raw = gate_weights(routing._replace(weights=None), None, over_kept=False, scaling=2.5)
+    torch.testing.assert_close(weights, raw)
 
 
 def test_without_losses_the_gradient_is_of_the_weights_alone():
     made, x = router(), torch.randn(5, 8, dtype=torch.float64, requires_grad=True)
     routing = made(x)
-    assert router(kind="deepspeed_moe")(x).shares is None  # renormalized over the kept choices
-    assert router(topk=1)(x).shares is None
-    assert router(score="sigmoid")(x).shares is None
+    assert router(kind="deepspeed_moe")(x).weights is None  # renormalized over the kept choices
+    assert router(topk=1)(x).weights is None
+    assert router(score="sigmoid")(x).weights is None
     with profile(activities=[ProfilerActivity.CPU]) as seen:
         gate_weights(routing, None, over_kept=False)[:, 0].sum().backward()
     called = Counter(event.key for event in seen.key_averages())

@@ -1,6 +1,6 @@
 import torch
 
-from megapar.moe.router import choose, score
+from megapar.core.device.routing import choose, score
 from megapar.moe.sizes import MoeSizes
 from megapar.moe.stats import MoeStats, count_pairs, over_choices, router_sums
 

@@ -39,7 +39,7 @@ class BuiltKernel:
 
     function: Any
     signature: Mapping[str, str]
-    constants: Mapping[str, int | None]
+    constants: Mapping[str, float | None]
     warps: int
 
     def resources(self, capability: int) -> Resources:

@@ -26,6 +26,7 @@ from megapar.core.device import (
     rotary,
 )
 from megapar.core.device.attention import blocks, documents, slices, whole
+from megapar.core.device.routing import route_cuda, route_reference
 
 Form = Callable[..., Any]
 
@@ -129,7 +130,9 @@ OPS: Mapping[str, Mapping[str, Form]] = MappingProxyType(
         "small_embedding": _forms(layer_ops.small_embedding_reference, cuda=layer_ops.small_embedding_by_product),
         "adamw": _forms(adamw.adamw_reference, cuda=adamw.adamw_cuda),
         "pack_bucket": _forms(bucket_rows.pack_bucket_reference, cuda=bucket_rows.pack_bucket_cuda),
+        "add_gradient": _forms(bucket_rows.add_gradient_reference, cuda=bucket_rows.add_gradient_cuda),
         "unpack_bucket": _forms(bucket_rows.unpack_bucket_reference, cuda=bucket_rows.unpack_bucket_cuda),
+        "route": _forms(route_reference, cuda=route_cuda),
         "permute": _forms(expert_rows.permute_reference, cuda=expert_rows.permute_cuda, npu=ascend.permute_npu),
         "unpermute": _forms(expert_rows.unpermute_reference, cuda=expert_rows.unpermute_cuda, npu=ascend.unpermute_npu),
         "pack": _forms(expert_rows.pack_reference, cuda=expert_rows.pack_cuda),

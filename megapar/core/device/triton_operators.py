@@ -25,6 +25,8 @@ MOST_EXPERTS = 1024  # bins of a program of the sort
 MOST_RUNS = 4096  # counts that every program reads
 MOST_CHOICES = 32  # loads of a program of the sum
 FP8_ROWS = 16  # rows of a product in fp8 are filled up to a multiple of this
+MOST_SCORED = 64  # groups of experts x best experts of each
+ROUTER_ELEMENTS = 1024  # tokens x experts of a program, eight of a thread
 
 _USED: set[torch.device] = set()  # decided once per process
 _LIBRARY = torch.library.Library("megapar", "DEF")
@@ -63,6 +65,25 @@ def takes_experts(experts: Tensor, num_experts: int) -> bool:
 def takes_runs(like: Tensor, runs: int) -> bool:
     """Return True if the kernel orders so many runs of rows."""
     return usable(like.device) and 0 < runs <= MOST_RUNS
+
+
+def takes_router(x: Tensor, weight: Tensor, topk: int, scored: int) -> bool:
+    """Return True if the kernels route tokens x by this weight [E, H], with ``scored`` experts of all groups."""
+    few = weight.shape[0] <= MOST_EXPERTS and topk <= MOST_CHOICES and scored <= MOST_SCORED
+    return usable(x.device) and few and (x.dtype, weight.dtype) == (torch.bfloat16, torch.float32)
+
+
+def router_tile(experts: int) -> tuple[int, int]:
+    """Return (tokens, columns) of a program of the router, powers of two."""
+    columns = 1 << max(4, (experts - 1).bit_length())
+    return max(1, ROUTER_ELEMENTS // columns), columns
+
+
+def adds_gradient(total: Tensor, gradient: Tensor) -> bool:
+    """Return True if the kernel adds this gradient [n, ..] to this sum of its shape."""
+    if not usable(total.device) or total.dtype != torch.float32 or gradient.dtype.itemsize != 2:
+        return False
+    return gradient.numel() > 0 and total[0].is_contiguous() and gradient[0].is_contiguous()
 
 
 def rotary_heads(qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -309,17 +330,38 @@ def _new_sums_and_weights(
     return message.new_empty(row.shape[0], hidden), message.new_empty(row.numel(), w)
 
 
+def _new_matrix_parts(matrix: Tensor) -> Tensor:
+    return matrix.new_empty(4, *matrix.shape, dtype=torch.bfloat16)
+
+
+def _new_routes(parts: Tensor, bias: Any, valid: Any, given: Any, rule: Sequence[int], scale: float) -> tuple[Any, ...]:
+    T, _, E = parts.shape
+    tokens, columns = router_tile(E)
+    shapes = (T, E), (T, E), (T,), (T, rule[0]), (T, rule[0]), (-(-T // tokens), 4, columns)
+    return tuple(
+        parts.new_empty(shape, dtype=torch.int64 if number == 3 else None) for number, shape in enumerate(shapes)
+    )
+
+
+def _new_logit_parts(logits: Tensor, *_: Any) -> Tensor:
+    return logits.new_empty(logits.shape[0], 4, logits.shape[1], dtype=torch.bfloat16)
+
+
 def _in_place(*_: Any) -> None:
     """Allocate nothing, for an operator that changes its arguments."""
 
 
 def _register(module: str, signature: str, results: Callable[..., Any]) -> None:
-    """Register an operator of this schema, whose results are allocated, and filled by the kernel of its name."""
+    """Register an operator of this schema, whose results are allocated, and filled by the kernel of its name.
+
+    results: Returns None for an operator that only changes an argument.
+    """
     name = signature.partition("(")[0]
 
     def compute(*arguments: Any) -> Any:
         made = results(*arguments)
-        getattr(import_module(f"megapar.core.device.triton_kernels.{module}"), name)(*arguments, made)
+        filled = () if made is None else (made,)
+        getattr(import_module(f"megapar.core.device.triton_kernels.{module}"), name)(*arguments, *filled)
         return made
 
     _LIBRARY.define(signature)
@@ -378,6 +420,20 @@ _register(
     "sum_message(Tensor message, int hidden, int w, Tensor row, Tensor? kept) -> (Tensor, Tensor)",
     _new_sums_and_weights,
 )
+_register("router", "split_matrix(Tensor matrix) -> Tensor", _new_matrix_parts)
+_register(
+    "router",
+    "route(Tensor parts, Tensor? bias, Tensor? valid, Tensor? given, int[] rule, float scale)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _new_routes,
+)
+_register(
+    "router",
+    "route_backward(Tensor logits, Tensor lse, Tensor experts, Tensor weights, Tensor? valid, Tensor? d_scores,"
+    " Tensor? d_weights, Tensor? d_total, Tensor? d_squares, int[] rule, float scale) -> Tensor",
+    _new_logit_parts,
+)
+_register("gradients", "add_gradient(Tensor(a!) total, Tensor gradient, bool begins) -> ()", _in_place)
 _register(
     "adamw",
     "update_adamw(Tensor(a!) master, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor update, "

@@ -96,6 +96,27 @@ def _of_fp8(device: torch.device, random: torch.Generator) -> dict[str, list[tup
     }
 
 
+def _of_router(device: torch.device, random: torch.Generator) -> dict[str, list[tuple[Tensor, Tensor]]]:
+    """Return operator -> its results and those of plain operators, for five tokens with two of six experts."""
+    ops, logits = torch.ops.megapar, torch.randn(5, 6, generator=random).to(device).requires_grad_()
+    with torch.enable_grad():
+        chosen = logits.topk(2).indices
+        weights = logits.gather(1, chosen).softmax(1)
+        (gradient,) = torch.autograd.grad(weights, logits, upstream := torch.rand(5, 2, generator=random).to(device))
+    rule, total = [2, 1, 1, 2, 0, 0, 1], torch.stack((logits, 0 * logits, 0 * logits), 1)
+    kept, probs = ops.route(total, None, None, None, rule, 1.0), logits.softmax(1)
+    wanted = (logits, probs, logits.logsumexp(1), chosen, weights, probs.sum(0))
+    parts = ops.route_backward(kept[0], *kept[2:5], None, None, upstream, None, None, rule, 1.0)
+    first, narrow = total + gradient.bfloat16()[:, None], gradient.bfloat16()[:, None].expand_as(total).contiguous()
+    ops.add_gradient(total, narrow, False)
+    return {
+        "split_matrix": [(ops.split_matrix(logits)[1:].float().sum(0), logits)],
+        "route": [*zip((*kept[:5], kept[5].sum(0)[0, :6]), wanted, strict=True)],
+        "route_backward": [(parts[:, :3].float().sum(1), gradient)],
+        "add_gradient": [(total, first)],
+    }
+
+
 @torch.no_grad()
 def errors(device: torch.device) -> dict[str, float]:
     """Return operator -> relative error of its example."""
@@ -125,6 +146,7 @@ def errors(device: torch.device) -> dict[str, float]:
     pairs["update_adamw"] = _of_adamw(device, random)
     if device.type != "cuda" or (torch.version.hip is None and torch.cuda.get_device_capability(device) >= CASTS_FP8):
         pairs.update(_of_fp8(device, random))
+    pairs.update(_of_router(device, random))
     return {
         name: max(float((a.float() - b.float()).norm() / b.float().norm()) for a, b in both)
         for name, both in pairs.items()

@@ -186,11 +186,8 @@ class Bucket:
         if grad is None:
             return
         target = self._columns(self._main(self.master.dtype), member)
-        if index in self._accumulated:
-            target.add_(member.rows(grad))
-        else:
-            target.copy_(member.rows(grad))
-            self._accumulated.add(index)
+        op("add_gradient", target)(target, member.rows(grad), begins=index not in self._accumulated)
+        self._accumulated.add(index)
         member.parameter.grad = None
 
     def _accumulate_all(self) -> None:

@@ -36,6 +36,8 @@ class RankView:
         masked_share: Share of the positions that a masked language model predicts.
         repeats_heads: Keys and values are repeated for a kernel of attention that takes as many heads as of queries.
         fused_group: Most elements of the heads of a group that a kernel in Triton rotates; 0: no kernels in Triton.
+        fused_router: The router keeps its input in the compute dtype: its product takes bf16 factors, the rest is a
+            kernel in Triton.
         sends_latents: Context parallel ranks send the latents of multi-latent attention, not its keys and values.
         expert_imbalance: Rows of the busiest expert rank, relative to the mean of all.
         recomputed_operators: Operators that the plan assumes to be recomputed, each with its layers; None: all layers.
@@ -66,6 +68,7 @@ class RankView:
     masked_share: float = 0.15
     repeats_heads: bool = False
     fused_group: int = 0
+    fused_router: bool = False
     sends_latents: bool = False
     expert_imbalance: float = 1.0
     recomputed_operators: tuple[tuple[str, frozenset[int] | None], ...] = ()

@@ -106,7 +106,8 @@ class DecoderCost(ModelCost):
         if moe is not None:
             parts += expert_costs(self.view, moe)
             if moe.shared_width:
-                stored = self.view.item_bytes < self.view.wide_bytes  # otherwise the router keeps the same tensor
+                # Otherwise the router keeps the same tensor.
+                stored = self.view.item_bytes < self.view.wide_bytes and not self.view.fused_router
                 parts += ops.mlp(moe.shared_width, gated=moe.gated, stored=stored, item=self.view.expert_item_bytes)
             if moe.shared_gate:
                 parts.append(self._shared_gate())

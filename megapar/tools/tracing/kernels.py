@@ -120,6 +120,7 @@ CUSTOM: Mapping[str, Kernels] = MappingProxyType(
             for name in (
                 *("rotary_heads", "rotary_heads_backward", "log_probabilities", "gradient_of_logits"),
                 *("swiglu", "swiglu_backward", "cast_rows", "cast_whole_rows", "cast_weight"),
+                *("split_matrix", "route", "route_backward", "add_gradient", "update_adamw"),
                 *("order_runs", "copy_rows", "pack_rows", "unpack_rows", "sum_rows", "sum_message"),
             )
         },

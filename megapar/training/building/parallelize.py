@@ -161,7 +161,8 @@ def make_recompute(
 
 def _observe_routing(model: Model, observer: StepObserver) -> None:
     """Pass every router's choice through the observer, with torch's forward hooks."""
-    if isinstance(model, Decoder):
+    observes = type(observer).experts_chosen is not StepObserver.experts_chosen
+    if isinstance(model, Decoder) and observes:  # otherwise a kernel may choose
         for number, moe in model.expert_layers().items():
             choose = partial(observer.experts_chosen, number)
             moe.router.top.register_forward_hook(lambda _, inputs, experts_Tk, choose=choose: choose(experts_Tk))

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from unittest.mock import patch
 
 import pytest
 import torch
 
 from megapar.core.device import bucket_rows as module
+from megapar.core.device import triton_operators
 from megapar.core.device.bucket_rows import (
     MOST_SLICES,
+    add_gradient_cuda,
+    add_gradient_reference,
     pack_bucket_cuda,
     pack_bucket_reference,
     unpack_bucket_cuda,
@@ -58,3 +62,23 @@ def test_one_call_takes_all_but_a_single_tensor_and_too_many_slices(name: str, c
         pack_bucket_cuda(rows, tensors, dims)
         unpack_bucket_cuda(rows, tensors, dims)
     assert (packed.call_count, unpacked.call_count) == (calls, calls)
+
+
+@pytest.mark.parametrize("form", [add_gradient_reference, add_gradient_cuda])
+@pytest.mark.parametrize("begins", [True, False])
+def test_gradients_are_added_in_the_dtype_of_the_sum(form: Callable[..., torch.Tensor], begins: bool) -> None:
+    total, gradient = torch.full((1, 3, 5), 1.0), torch.full((1, 3, 5), 2.0**-10, dtype=torch.bfloat16)
+    assert form(total, gradient, begins=begins) is total
+    assert total.unique().tolist() == [2.0**-10 + (0 if begins else 1)]
+
+
+def test_which_gradients_the_kernel_adds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """16-bit ones whose pieces are contiguous, in sums whose pieces may lie apart."""
+    monkeypatch.setattr(triton_operators, "usable", lambda device: True)
+    row, gradient = torch.zeros(2, 20), torch.zeros(2, 3, 5, dtype=torch.bfloat16)
+    total = row[:, 2:17].unflatten(1, (3, 5))
+    assert triton_operators.adds_gradient(total, gradient)
+    assert not triton_operators.adds_gradient(total, gradient.float())
+    assert not triton_operators.adds_gradient(total.bfloat16(), gradient)
+    assert not triton_operators.adds_gradient(total, gradient.new_zeros(2, 5, 3).mT)
+    assert not triton_operators.adds_gradient(row[:, :0], gradient[:, 0, :0])

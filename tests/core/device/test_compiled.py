@@ -11,11 +11,11 @@ from torch._dynamo.backends.common import aot_autograd
 
 from megapar.core.device.attention.table import CAUSAL, MASKED
 from megapar.core.device.compiled import Compiled, plain
+from megapar.core.device.routing import choose, score
 from megapar.core.tensor_parallel.execution import Execution
 from megapar.model.attention.self_attention import attend
 from megapar.model.layers.norm import rms_norm
 from megapar.moe.experts import activate
-from megapar.moe.router import choose, score
 from tests.model.small import BIASED_MOE, DENSE, ERNIE, LATENT, MOE, batch_for, build, total
 
 # What each of them runs, by the functions' names; all are compiled with fullgraph, so that a graph break gives up.

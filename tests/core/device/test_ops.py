@@ -33,8 +33,8 @@ from tests.support.ascend import stand_in
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 stand_in()
-# In test_blocks, test_dtypes, test_layer_ops, test_triton_operators, test_bucket_rows, test_latent_heads and
-# test_fp8.
+# In test_blocks, test_dtypes, test_layer_ops, test_triton_operators, test_bucket_rows, test_latent_heads, test_fp8 and
+# triton_kernels/test_router.
 APART = [
     "fp8_weight",
     "fp8_product",
@@ -42,7 +42,9 @@ APART = [
     "fp8_grouped_product",
     "attention_block",
     "attention_block_backward",
+    "add_gradient",
     "add_product",
+    "route",
     "wide_product",
     "cross_entropy",
     "pack",

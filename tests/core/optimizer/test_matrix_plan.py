@@ -10,8 +10,7 @@ import pytest
 
 from megapar.core.box import Box
 from megapar.core.grid import Grid
-from megapar.core.optimizer.matrix_plan import Matrix, MatrixPlan, Piece, plan_matrices
-from megapar.core.optimizer.newton_schulz import flops
+from megapar.core.optimizer.matrix_plan import Matrix, MatrixPlan, Piece, flops, plan_matrices
 from megapar.core.sharding.cut import ParameterInfo, master_box
 from megapar.model.parameter import ParameterSpec
 

@@ -11,10 +11,11 @@ import torch
 from megapar.arguments import parse
 from megapar.core.comm.world import World
 from megapar.core.device.base import Device
+from megapar.core.device.kinds import device_class
 from megapar.core.optimizer.muon import MuonOptimizer
 from megapar.core.optimizer.newton_schulz import COEFFICIENTS, SCALES, orthogonalize
 from megapar.model.spec import table_of
-from megapar.training.building.muon import marked, matrices_of
+from megapar.training.building.matrices import marked, matrices_of
 from megapar.training.building.parallelize import parallelize
 from tests.model.small import DENSE, ERNIE, LATENT, MOE
 from tests.support.training import COMMON, SMALL, last_wins, run
@@ -142,7 +143,8 @@ def test_a_device_that_finds_a_bad_gradient_skips_the_update(found: float) -> No
 
 def test_several_rounds_take_the_step_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     jobs = [made()]
-    monkeypatch.setattr("megapar.training.building.muon._ROUND_ELEMENTS", 1500)
+    few = replace(device_class("cpu"), whole_elements=1500)
+    monkeypatch.setattr("megapar.training.building.muon.device_class", lambda _: few)
     jobs.append(made())
     assert len(jobs[1].optimizer._plan.rounds) > 5
     for job in jobs:

@@ -97,7 +97,6 @@ def update_adamw(
     grad_scale: Tensor | None,
     pieces: Tensor,
     owners: Tensor,
-    _: None,
 ) -> None:
     """Change master and moments of a shard in place, as ``adamw_reference``.
 

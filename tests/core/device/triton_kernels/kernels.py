@@ -5,11 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from megapar.core.device.tensor_piece import PROGRAM
-from megapar.core.device.triton_kernels import adamw, block_casts, cross_entropy, expert_rows, rotary_heads, swiglu
+from megapar.core.device.triton_kernels import (
+    adamw,
+    block_casts,
+    cross_entropy,
+    expert_rows,
+    gradients,
+    rotary_heads,
+    router,
+    swiglu,
+)
+from megapar.core.device.triton_operators import router_tile
 from tests.support.built_kernel import BuiltKernel
 
 
-def _built(function: object, types: Mapping[str, str], warps: int, **constants: int | None) -> BuiltKernel:
+def _built(function: object, types: Mapping[str, str], warps: int, **constants: float | None) -> BuiltKernel:
     """A kernel; ``types`` has the arguments of each type as one string."""
     signature = {argument: kind for kind, arguments in types.items() for argument in arguments.split()}
     return BuiltKernel(function, signature, constants, warps)
@@ -44,6 +54,26 @@ _WEIGHT_CAST["i32"] = "rows_of width scales_width turned_width"
 _RUN_ROWS = expert_rows.ROWS_AT_ONCE
 
 _SHARD = {"*fp32": "master grad numbers found_inf grad_scale", "*i64": "update pieces", "*i32": "owners"}
+_ROUTED = {"*fp32": "parts bias logits scores lse weights sums", "*u8": "valid", "*i64": "given experts", "i32": "T"}
+_SENT_BACK = {
+    "*fp32": "logits lse weights d_scores d_weights d_total d_squares",
+    "*i64": "experts",
+    "*u8": "valid",
+    "*bf16": "parts",
+    "i32": "T",
+}
+
+
+def _tile(experts: int) -> dict[str, int]:
+    tokens, columns = router_tile(experts)
+    return {"E": experts, "TOKENS": tokens, "COLUMNS": columns, "LANES": 8}
+
+
+_SOFTMAX = {**_tile(64), "K": 6, "SIGMOID": 0, "DIVIDES": 1, "SCALE": 1.0}
+_SIGMOID = {**_tile(256), "K": 8, "SIGMOID": 1, "DIVIDES": 1, "SCALE": 2.5}
+_MANY = {**_SIGMOID, **_tile(512)}
+_ONE_GROUP = {"G": 1, "GROUP_TOPK": 1, "SCORED": 2, "GROUP_LANES": 1, "given": None}
+_EIGHT_GROUPS = {"G": 8, "GROUP_TOPK": 4, "SCORED": 2, "GROUP_LANES": 8, "given": None}
 
 KERNELS: dict[str, dict[str, BuiltKernel]] = {
     "adamw": {
@@ -89,9 +119,36 @@ KERNELS: dict[str, dict[str, BuiltKernel]] = {
             block_casts._weight, _WEIGHT_CAST, block_casts.WARPS, ROWS=block_casts.ROWS, BLOCK=block_casts.BLOCK
         ),
     },
+    "gradients": {
+        name: _built(
+            gradients._add,
+            {"*fp32": "total", "*bf16": "gradient", "i32": "N total_stride stride"},
+            gradients.WARPS,
+            BEGINS=begins,
+            BLOCK=gradients.BLOCK,
+        )
+        for name, begins in (("first", 1), ("others", 0))
+    },
     "rotary_heads": {
         "split": _built(rotary_heads._heads, _HEADS, 2, **_GROUPS, SPLIT=1),
         "merged": _built(rotary_heads._heads, _HEADS, 2, **_GROUPS, SPLIT=0),
+    },
+    "router": {
+        "parts of a matrix": _built(
+            router._split, {"*fp32": "matrix", "*bf16": "parts", "i32": "N"}, router.WARPS, BLOCK=router.SPLIT
+        ),
+        "softmax of 64 experts": _built(
+            router._route, _ROUTED, router.WARPS, **_SOFTMAX, **_ONE_GROUP, BEST=0, bias=None, valid=None
+        ),
+        "biased sigmoids of 256 experts in groups": _built(
+            router._route, _ROUTED, router.WARPS, **_SIGMOID, **_EIGHT_GROUPS, BEST=8
+        ),
+        "biased sigmoids of 512 experts": _built(router._route, _ROUTED, router.WARPS, **_MANY, **_ONE_GROUP, BEST=8),
+        "backward of 64 experts": _built(
+            router._route_backward, _SENT_BACK, router.WARPS, **_SOFTMAX, valid=None, d_scores=None, d_squares=None
+        ),
+        "backward of 256 experts": _built(router._route_backward, _SENT_BACK, router.WARPS, **_SIGMOID),
+        "backward of 512 experts": _built(router._route_backward, _SENT_BACK, router.WARPS, **_MANY),
     },
     "swiglu": {
         "forward": _built(swiglu._forward, {"*bf16": "rows result", "*fp32": "weights"}, _MLP_WARPS, **_MLP),
