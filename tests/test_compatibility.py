@@ -143,9 +143,11 @@ def test_not_built_row_is_silent_about_the_default() -> None:
     assert parse("moe", ["--mp-degree", "1", "--recompute-interval", "0"], {}).notes == ()
 
 
-def test_every_not_built_row_reads_one_flag_first() -> None:
+def test_every_not_built_row_reads_a_flag_first_and_is_of_other_flags() -> None:
+    """A row is of a flag, or of flags that cannot stand beside each other; no two rows are of the same ones."""
     rows = [rule for rule in RULES if rule.kind == NOT_BUILT]
-    assert len({rule.reads[0] for rule in rows}) == len(rows)
+    assert [rule.id for rule in rows if rule.reads[0] not in FLAGS] == []
+    assert len({frozenset(rule.reads) for rule in rows}) == len(rows)
 
 
 @pytest.mark.parametrize(

@@ -297,6 +297,22 @@ class OptimizerOptions:
     )
     weight_decay: float = flag(0.1, "weight decay (not applied to biases and norms)", ernie=0.01, low=0, other=0.5)
     clip_grad: float = flag(1.0, "gradient clipping: maximum global gradient norm; 0: off", low=0, other=0.01)
+    qk_clip_threshold: float = flag(
+        0.0,
+        "QK-clip (Kimi K2: 100): after an update, scale queries and keys of each head of attention whose scores were "
+        "above it, by threshold / --qk-clip-statistic of the global batch. A query head alone; with "
+        "--multi-latent-attention the root on plain queries and keys, and rotary queries whole. 0: off",
+        low=0,
+        models=MOE,
+        other=1.0,
+    )
+    qk_clip_statistic: str = flag(
+        "lse",
+        "qk-clip: largest value over all rows of a head. lse: a row's log-sum-exp, at most ln(keys) above its maximum, "
+        "which every kernel gives; max: its maximum, which only plain products give",
+        choices=("lse", "max"),
+        models=MOE,
+    )
     adam_beta1: float = flag(0.9, "AdamW beta 1", low=0, high=0.999999)
     adam_beta2: float = flag(0.95, "AdamW beta 2", ernie=0.999, low=0, high=0.999999)
     adam_eps: float = flag(1e-8, "AdamW epsilon", above=0, other=0.001)

@@ -132,6 +132,15 @@ RULES: tuple[Rule, ...] = (
         failing="--optimizer muon --optimizer-offload",
     ),
     _expert_row(
+        id="not-built-qk-clip-offload",
+        reads=("qk_clip_threshold", "optimizer_offload"),
+        when=lambda f: f.qk_clip_threshold > 0,
+        requires=lambda f: not f.optimizer_offload,
+        message="--qk-clip-threshold scales masters on the device, and --optimizer-offload has them on the host",
+        fix="Leave one of them out.",
+        failing="--qk-clip-threshold 100 --optimizer-offload",
+    ),
+    _expert_row(
         id="not-built-muon-rebalance",
         reads=("optimizer", "moe_rebalance_interval"),
         when=lambda f: f.optimizer == "muon",

@@ -6,6 +6,7 @@ from functools import partial
 
 from megapar.files.paths import MOUNT, REMOTE
 from megapar.rules.sections import SECTIONS, is_section_limits
+from megapar.schema.flag import MOE
 from megapar.schema.rule import NO_EFFECT, PADDLE_SHARDING, Facts, Rule, near_multiples, unused
 
 SOURCE = "training"
@@ -205,6 +206,27 @@ RULES: tuple[Rule, ...] = (
         "unless --optimizer is muon",
         passing="--optimizer muon --muon-momentum 0.9",
         failing="--optimizer adamw --muon-momentum 0.9",
+    ),
+    unused(
+        "qk-clip-unused",
+        ("qk_clip_statistic",),
+        ("qk_clip_threshold",),
+        lambda f: f.qk_clip_threshold == 0,
+        "without --qk-clip-threshold",
+        passing="--qk-clip-threshold 100 --qk-clip-statistic max --no-use-flash-attn",
+        failing="--qk-clip-statistic max --no-use-flash-attn",
+        models=MOE,
+    ),
+    _row(
+        id="qk-clip-statistic",
+        reads=("qk_clip_threshold", "qk_clip_statistic", "use_flash_attn"),
+        when=lambda f: f.qk_clip_threshold > 0 and f.qk_clip_statistic == "max",
+        requires=lambda f: not f.use_flash_attn,
+        message="--qk-clip-statistic max needs scores, of which fused kernels give the log-sum-exp of each row only",
+        fix="Choose --qk-clip-statistic lse, which is at most ln(keys) above the maximum, or add --no-use-flash-attn.",
+        passing="--qk-clip-threshold 100 --qk-clip-statistic max --no-use-flash-attn",
+        failing="--qk-clip-threshold 100 --qk-clip-statistic max",
+        models=MOE,
     ),
     unused(
         "sgd-unused",

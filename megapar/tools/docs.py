@@ -116,7 +116,7 @@ def _flag_row(flag: Flag) -> tuple[str, ...]:
         meaning += f"; one of {', '.join(f'`{choice}`' for choice in flag.choices)}"
     if flag.aliases:
         meaning += f"; also {', '.join(f'`--{alias.name}`' for alias in flag.aliases)}"
-    if any(rule.kind == NOT_BUILT and rule.reads[0] == flag.name and rule.reads[1] == "not_default" for rule in RULES):
+    if any(rule.kind == NOT_BUILT and rule.reads[:2] == (flag.name, "not_default") for rule in RULES):
         meaning += "; **not built yet**"
     return f"`{flag.spelling}`", flag.unit, _default(flag, "moe"), _default(flag, "ernie"), meaning
 

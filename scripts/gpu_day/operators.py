@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 from megapar.core.attention_mask import AttentionMask
+from megapar.core.device.adamw import AdamWStep
 from megapar.core.device.attention.blocks import AttentionBlock, block_backward_reference, block_reference
 from megapar.core.device.attention.mask import DeviceMask
 from megapar.core.device.attention.slices import attention_slice_reference
@@ -26,6 +27,7 @@ from megapar.core.device.attention.whole import HeadWidths, attention_reference
 from megapar.core.device.grouped import input_gradient_by_size, linear_by_size, weight_gradient_by_size
 from megapar.core.device.ops import OPS
 from megapar.core.device.pick import pick
+from megapar.core.device.tensor_piece import ShardPieces, TensorPiece
 from megapar.moe.expert_order import sort_by_expert
 from megapar.moe.router import Router, gate_weights
 from megapar.moe.sizes import SCORES, MoeSizes
@@ -35,6 +37,13 @@ from scripts.gpu_day.day import Answer, Day
 # Relative error of norms: a few roundings of the dtype (2^-9, 2^-12, 2^-25) and of the sums that follow.
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 2e-5}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+MOMENTS = {
+    "bf16": (torch.bfloat16, torch.bfloat16),
+    "bf16 and fp32": (torch.bfloat16, torch.float32),
+    "fp32 and bf16": (torch.float32, torch.bfloat16),
+}
+# Entries that do not return what can be differentiated, or are compared as part of more.
+APART = ("adamw", "attention_block", "attention_block_backward", "cross_entropy", "route", *row_operators.ENTRIES)
 KERNELS = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
 
 
@@ -57,10 +66,8 @@ def run(day: Day) -> None:
     torch.manual_seed(0)
     for named, dtype in DTYPES.items():
         for name in OPS:
-            if name.startswith("attention_block") or name in ("cross_entropy", "route", *row_operators.ENTRIES):
-                continue  # value and gradient are compared together below
-            if name.startswith("fp8"):
-                continue  # in the part fp8
+            if name in APART or name.startswith("fp8"):
+                continue  # compared below as a whole, and in the part fp8
             form, reference = _form(name, day, dtype), OPS[name]["reference"]
             if name not in _CASES:
                 day.findings.record(day.part, f"{name}: calls", False, error="this entry has no test calls")
@@ -78,6 +85,8 @@ def run(day: Day) -> None:
             day.attempt(f"attention_block: causal {causal}, 8/{groups} heads, {named}", work)
         if dtype != torch.float32:
             _kernels(day, named, dtype)
+    for named, moments in MOMENTS.items():
+        day.attempt(f"adamw: moments in {named}", partial(updates, day, moments))
 
 
 def _form(name: str, day: Day, dtype: torch.dtype) -> Callable[..., Tensor]:
@@ -316,6 +325,30 @@ def entropy(day: Day, dtype: torch.dtype) -> Answer:
     got = day.operator("cross_entropy")(logits, labels, dtype)
     found = {name: relative(a, b) for name, a, b in zip(("result", "gradient"), got, want, strict=True)}
     return Answer(all(e <= TOLERANCE[dtype] for e in found.values()), {"errors": found, "tolerance": TOLERANCE[dtype]})
+
+
+@torch.no_grad()
+def updates(day: Day, moments: tuple[torch.dtype, torch.dtype]) -> Answer:
+    """Count the numbers of a shard, and of its moments, that differ after AdamW's update: all have the same bits."""
+    rows, (first_dtype, second_dtype) = _length(day), moments
+    pieces = ShardPieces(
+        (
+            TensorPiece(7, 0, (700,), (1,), 5, (1,)),
+            TensorPiece((1 << 63) - 5, 704, (rows, 96), (100, 1), 1 << 33, (400, 1)),
+        )
+    )
+    master, grad, first, second = torch.randn(4, 704 + 100 * rows, device=day.place)
+    before = master, grad, first.to(first_dtype), second.square().to(second_dtype)
+    numbers = torch.tensor([1e-2, 0.2, 0.9, 0.1, 0.95, 0.05, 1e-8, 0.99], device=day.place)
+    update, scale = torch.tensor(3, device=day.place), torch.tensor(3.0, device=day.place)
+    different = {}
+    for found_inf in (None, 0.0, 1.0):
+        skips = None if found_inf is None else torch.tensor(found_inf, device=day.place)
+        here, there = (tuple(tensor.clone() for tensor in before) for _ in range(2))
+        for form, tensors in ((day.operator("adamw"), here), (OPS["adamw"]["reference"], there)):
+            form(tensors, pieces, AdamWStep(update, numbers, skips, scale))
+        different[f"found_inf {found_inf}"] = sum(int((a != b).sum()) for a, b in zip(here, there, strict=True))
+    return Answer(not any(different.values()), {"different": different})
 
 
 def routes(day: Day, dtype: torch.dtype, score: str) -> Answer:

@@ -982,6 +982,49 @@ FP8_ROWS: tuple[Row, ...] = (
     Row("fp8", 2, (*EP2, *_stages(2)[1], *MOVES), (*FP8_ROUTED, *EIGHT_EXPERTS)),
 )
 
+# A threshold that clips every head in every step, whatever its scores. Beside ROWS, as LATENT_SUITE.
+QK_CLIP = ("--qk-clip-threshold", "1")
+QK_CLIP_BY_MAXIMUM = ("--qk-clip-threshold", "0.1", "--qk-clip-statistic", "max", "--no-use-flash-attn")
+
+
+def qk_clip_row(ranks: int, layout: tuple[str, ...], options: tuple[str, ...] = (), *rest: int) -> Row:
+    """Heads of grouped queries that are clipped after each update."""
+    return Row("moe", ranks, layout, (*QK_CLIP, *options), *rest)
+
+
+QK_CLIP_SUITE: tuple[Row, ...] = (
+    qk_clip_row(4, ("--pp-degree", "2", *MP2, *SP), (*FOUR_LAYERS, *AHEAD, *UNTIED, *QKV_BIAS), 1, 4),
+    latent_row(4, (*_cp(2, "ring"), *MP2, *SP), (*QK_CLIP, *BOUNDARIES), 2),
+    qk_clip_row(4, (*_cp(2, "ulysses"), *_stages(2)[2]), (*APART, *AHEAD), 2),
+    qk_clip_row(2, (*_cp(2, "allgather"), *EP2, "--ampipe-degree", "2", *CROSS, *_every(1)), APART, 2),
+    qk_clip_row(2, (*MP2, *SP), (*ALTERNATING, *BOUNDARIES), 2),
+)
+QK_CLIP_ROWS: tuple[Row, ...] = (
+    *QK_CLIP_SUITE,
+    *(qk_clip_row(2, layout) for layout in _stages(2)),
+    *(qk_clip_row(4, layout, CLIPPED, 2) for layout in _stages(2, "--hybrid-dp")),
+    qk_clip_row(2, (*MP2, *SP, *_every(1)), (*QKV_BIAS, *APART), 2),
+    qk_clip_row(2, (*MP2, *SELECTIVE), BOUNDARIES, 2),
+    *(qk_clip_row(2, _cp(2, way), (*APART, *AHEAD), 2) for way in ALGORITHMS),
+    *(qk_clip_row(4, (*_cp(4, way), *_every(1)), BOUNDARIES) for way in ALGORITHMS),
+    qk_clip_row(2, ("--pp-degree", "2", *ZBV), FOUR_LAYERS, 1, 4),
+    qk_clip_row(4, (*EP2, *MP2, *SP, "--ampipe-degree", "2", *CROSS, *HIDDEN_MP), BOUNDARIES),
+    qk_clip_row(2, (*EP2, "--ampipe-degree", "3", *SELECTIVE), APART, 2),
+    *(qk_clip_row(2, (*_cp(2, way), *EP2, "--ampipe-degree", "2"), APART, 2) for way in ALGORITHMS),
+    *(Row("moe", 2, layout, QK_CLIP_BY_MAXIMUM, 2) for layout in (MP2, _stages(2)[1], _cp(2, "ring"))),
+    Row("moe", 2, (*_cp(2, "ring"), *EP2), (*QK_CLIP_BY_MAXIMUM, *APART), 2),
+    qk_clip_row(2, ("--pp-degree", "2", *ZERO_BUBBLE), LAST_FULL, 1, 4),
+    qk_clip_row(2, _stages(2)[2], (*ALTERNATING, *APART), 2),
+    qk_clip_row(2, (*MP2, *SELECTIVE), (*WINDOWS, *APART), 2),
+    Row("moe", 2, MP2, (*QK_CLIP_BY_MAXIMUM, *ALTERNATING), 2),
+    qk_clip_row(2, _stages(2)[0], SGD),
+    qk_clip_row(2, _stages(2)[1], ("--optimizer", "muon")),
+    *(latent_row(2, layout, (*QK_CLIP, *AHEAD)) for layout in (*_stages(2), (*MP2, *SP))),
+    *(latent_row(2, _cp(2, way), (*QK_CLIP, *APART), 2) for way in ALGORITHMS),
+    latent_row(2, (*EP2, "--ampipe-degree", "2", *SELECTIVE), (*QK_CLIP, *BOUNDARIES), 2),
+    latent_row(2, (*MP2, *_every(2)), (*QK_CLIP, *NO_QUERY_RANK)),
+)
+
 # Labels with weights (tests.support.weighted), over what moves positions, labels and sums.
 WEIGHTED_SUITE: tuple[Row, ...] = (Row("moe", 2, (*_cp(2, "ring"), *EP2), (*AHEAD, *EVALUATED)),)
 WEIGHTED_ROWS: tuple[Row, ...] = (

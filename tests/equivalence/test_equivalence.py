@@ -32,6 +32,8 @@ from tests.equivalence.table import (
     MUON_SUITE,
     NODE_ROWS,
     NODE_SUITE,
+    QK_CLIP_ROWS,
+    QK_CLIP_SUITE,
     ROWS,
     SPELLED_ROWS,
     SPELLED_SUITE,
@@ -133,6 +135,7 @@ NAMED_ROWS = [
     *_marked(MUON_ROWS, MUON_SUITE),
     *_marked(WINDOW_ROWS, WINDOW_SUITE),
     *_marked(FP8_ROWS, FP8_SUITE),
+    *_marked(QK_CLIP_ROWS, QK_CLIP_SUITE),
 ]
 NAMED_STREAMED_ROWS = [
     *_marked([row for row in ALL_LATENT_ROWS if row.on_streams], LATENT_SUITE[3:4]),
@@ -140,6 +143,7 @@ NAMED_STREAMED_ROWS = [
     *_marked(NODE_ROWS, NODE_SUITE[:1]),
     *_marked(MOVED_ROWS, MOVED_SUITE),
     *_marked(MUON_ROWS, MUON_SUITE[:1]),
+    *_marked([row for row in QK_CLIP_ROWS if row.on_streams], QK_CLIP_SUITE[:1]),
 ]
 
 

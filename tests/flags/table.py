@@ -217,6 +217,8 @@ TOGETHER: Mapping[str, Shown] = {
     "lr weight_decay clip_grad adam_beta1 adam_beta2 adam_eps": Shown("weights"),
     "exp_avg_dtype exp_avg_sq_dtype": Shown(base=STEPS),
     "optimizer": Shown("weights", {"adam_eps": None}),
+    "qk_clip_threshold": Shown("weights"),
+    "qk_clip_statistic": Shown("weights", {"qk_clip_threshold": 0.1, "use_flash_attn": False}),
     "sgd_momentum": Shown(base={**STEPS, "optimizer": "sgd", "adam_eps": None}),
     "muon_momentum muon_use_nesterov": Shown(base={**STEPS, "optimizer": "muon"}),
     "muon_num_ns_steps muon_coefficient_type muon_scale_mode muon_extra_scale_factor muon_qkv_split muon_ns_dtype": (

@@ -159,6 +159,14 @@ def has_latents(d: Drawn) -> bool:
     return bool(d.multi_latent_attention)
 
 
+def clips_heads(d: Drawn) -> bool:
+    """Queries and keys have no norms, and their masters are on the device.
+
+    Other precisions than fp64 are compared over steps that change nothing, and each would clip.
+    """
+    return exact(d) and not d.qk_norm and not d.optimizer_offload
+
+
 def has_plain_heads(d: Drawn) -> bool:
     return not d.multi_latent_attention
 

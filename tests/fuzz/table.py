@@ -417,6 +417,13 @@ TRAINING = (
         size=True,
     ),
     Option("clip_grad", (None, 0.05, 0.0)),
+    Option("qk_clip_threshold", (None, None, 1.0), when=legal.clips_heads, wild=(1.0, 100.0)),
+    Option(
+        "qk_clip_statistic",
+        lambda d: [None] if d.use_flash_attn else [None, "max"],
+        when=lambda d: d.qk_clip_threshold > 0,
+        wild=("max",),
+    ),
     Option("weight_decay", (None, 0.0, 0.5)),
     Option("optimizer", legal.optimizers),
     Option("muon_momentum", (None, 0.5), when=legal.one_of("optimizer", "muon"), wild=(0.5,)),

@@ -64,13 +64,16 @@ def npu_fusion_attention(
     assert query.shape[-1] == key.shape[-1] >= value.shape[-1]
     if input_layout == "TND":
         assert all(x.is_contiguous() for x in (query, key, value))
-        parts, start, first = [], 0, 0
+        parts, statistics, start, first = [], ([], []), 0, 0
         for end, last in zip(actual_seq_qlen, actual_seq_kvlen, strict=True):
             q, k, v = query[start:end], key[first:last], value[first:last]
-            parts.append(_one(*(x.transpose(0, 1) for x in (q, k, v)), scale, atten_mask, sparse_mode, pre_tockens)[0])
+            y, *found = _one(*(x.transpose(0, 1) for x in (q, k, v)), scale, atten_mask, sparse_mode, pre_tockens)
+            parts.append(y)
+            for kept, values in zip(statistics, found, strict=True):
+                kept.append(values.flatten())  # [N, positions] of each sequence, whatever the shape says
             start, first = end, last
-        rest = query.new_zeros(0)
-        return torch.cat(parts, 1).transpose(0, 1), rest, rest, rest, 0, 0, 0
+        peak, total = (torch.cat(kept).view(*query.shape[:2], 1).expand(-1, -1, 8).contiguous() for kept in statistics)
+        return torch.cat(parts, 1).transpose(0, 1), peak, total, query.new_zeros(0), 0, 0, 0
     q, k, v = (_head_first(x, input_layout) for x in (query, key, value))
     assert q.shape[1] == head_num
     masks = [

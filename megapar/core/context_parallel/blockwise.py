@@ -29,6 +29,7 @@ from megapar.core.context_parallel.online_softmax import OnlineSoftmax, OnlineSo
 from megapar.core.context_parallel.positions import SequenceLayout
 from megapar.core.context_parallel.tiles import Tile, halves, local_tiles
 from megapar.core.device.attention.blocks import AttentionBlock
+from megapar.core.device.attention.row_statistic import Rows
 from megapar.core.sharding.gradient_sink import GradientSink
 
 # Attends to tiles of columns that have arrived; in a backward it also adds to the columns' gradients.
@@ -80,15 +81,16 @@ def attend_blockwise(
     flash: bool,
     dropout: float = 0.0,
     expansion: Expansion | None = None,
+    seen_by: Rows = None,
 ) -> Tensor:
     """Attend from this rank's positions to those of all ranks; returns [B, N, S, V].
 
     q is [B, N, S, D], k [B, G, S, D] and v [B, G, S, V] of this rank's positions. With an expansion, which makes keys
     and values of the columns where they arrive, k is latents [B, 1, S, R] and v rotary keys [B, 1, S, Dr]. They are
-    sent in q's dtype. In a wider dtype they get gradients that are not rounded.
+    sent in q's dtype. In a wider dtype they get gradients that are not rounded. ``seen_by`` counts the rows.
     """
     defer_wgrad = None if expansion is None else expansion.defer_wgrad
-    call = _BlockwiseCall(transport, plan, flash, dropout, defer_wgrad)
+    call = _BlockwiseCall(transport, plan, flash, dropout, defer_wgrad, seen_by)
     return _Blockwise.apply(q, k, v, None if expansion is None else expansion.weight, call)
 
 
@@ -101,6 +103,7 @@ class _BlockwiseCall:
     flash: bool
     dropout: float
     defer_wgrad: GradientSink | None
+    seen_by: Rows
 
     def reader(self, q: Tensor, v: Tensor, weight: Tensor | None, *, needs_wgrad: bool = False) -> ColumnReader:
         """Return the reader of the columns; latents are expanded for as many positions as q [B, N, S, D] has."""
@@ -111,7 +114,8 @@ class _Blockwise(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, call: _BlockwiseCall) -> Tensor:
         reader = call.reader(q, v, weight)
-        rows = OnlineSoftmax(q, reader.value_dim(q, v), flash=call.flash, dropout=call.dropout)
+        value_dim = reader.value_dim(q, v)
+        rows = OnlineSoftmax(q, value_dim, flash=call.flash, dropout=call.dropout, seen_by=call.seen_by)
         local = Columns.of(k, v, q.dtype)
         call.transport.forward(local, call.plan, lambda tiles, columns: reader.attend(rows, tiles, columns))
         result = rows.result()

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from megapar.core.context_parallel.tiles import Tile
 from megapar.core.device.attention.blocks import AttentionBlock, block_backward_reference, block_reference
+from megapar.core.device.attention.row_statistic import Rows, RowStatistic
+from megapar.core.device.attention.table import MAXIMUM
 from megapar.core.device.dtypes import at_least_fp32
 from megapar.core.device.ops import op
 
@@ -33,6 +35,8 @@ def merge(out: Tensor, lse: Tensor, block: AttentionBlock) -> tuple[Tensor, Tens
 class OnlineSoftmax:
     """The rows of the attention matrix for queries q [B, N, S, D], accumulated over the tiles so far.
 
+    ``seen_by`` counts the rows, by their maxima tile by tile, or by the log-sum-exps of all tiles at the end.
+
     Attributes:
         key_dim: D.
         out: [B, N, S, V], in max(fp32, dtype).
@@ -40,8 +44,8 @@ class OnlineSoftmax:
         drawn: The random state of each tile, with which the backward repeats its dropout.
     """
 
-    def __init__(self, q: Tensor, value_dim: int, *, flash: bool, dropout: float = 0.0) -> None:
-        self._q, self._dropout = q, dropout
+    def __init__(self, q: Tensor, value_dim: int, *, flash: bool, dropout: float = 0.0, seen_by: Rows = None) -> None:
+        self._q, self._dropout, self._seen_by = q, dropout, seen_by
         self.key_dim = q.shape[-1]
         # The operator table types every operator as a function of tensors; this one returns an AttentionBlock.
         self._block: Callable[..., Any] = op("attention_block", q) if flash else block_reference
@@ -55,13 +59,21 @@ class OnlineSoftmax:
         for tile in tiles:
             rows, columns = _index(tile.sample, tile.queries), _index(tile.sample, tile.keys)
             block: AttentionBlock = self._block(
-                self._q[rows], k[columns], v[columns], causal=tile.causal, dropout=self._dropout
+                self._q[rows], k[columns], v[columns], causal=tile.causal, dropout=self._dropout, **self._seen(rows)
             )
             self.drawn.append(block.drawn)
             self.out[rows], self.lse[rows] = merge(self.out[rows], self.lse[rows], block)
 
+    def _seen(self, rows: Index) -> dict[str, RowStatistic]:
+        """Return the argument by which a block of some rows counts them by their maxima."""
+        if self._seen_by is None or self._seen_by.kind != MAXIMUM:
+            return {}
+        return {"rows": self._seen_by.at(rows[0], rows[2])}
+
     def result(self) -> AttentionBlock:
         """Return the rows merged over all tiles, in q's dtype and without ``drawn``."""
+        if self._seen_by is not None and self._seen_by.kind != MAXIMUM:
+            self._seen_by.see_lse(self.lse)
         return AttentionBlock(self.out.to(self._q.dtype), self.lse)
 
 

@@ -34,6 +34,7 @@ from megapar.core.context_parallel.positions import SequenceLayout
 from megapar.core.context_parallel.ring import pass_on
 from megapar.core.context_parallel.tiles import Tile, cut_columns, diagonal_tiles, tiles_before
 from megapar.core.device.attention.blocks import AttentionBlock
+from megapar.core.device.attention.row_statistic import Rows
 from megapar.core.sharding.gradient_sink import GradientSink
 
 
@@ -170,16 +171,24 @@ class SharedSlices:
         self._refilled = False
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, number: int, dropout: float, expansion: Expansion | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        number: int,
+        dropout: float,
+        expansion: Expansion | None = None,
+        seen_by: Rows = None,
     ) -> Tensor:
         """Attend from slice ``number`` to itself and earlier slices; returns [B, N, s, V].
 
         q is [B, N, s, D], k [B, G, s, D] and v [B, G, s, V] of this rank's positions of the slice; with an expansion as
-        in ``attend_blockwise``.
+        in ``attend_blockwise``. ``seen_by`` counts the rows of the slice.
         """
         weight, defer_wgrad = (None, None) if expansion is None else (expansion.weight, expansion.defer_wgrad)
         out: Tensor
-        out, self._handle = _Attend.apply(q, k, v, weight, self._handle, _Call(self, number, dropout, defer_wgrad))
+        call = _Call(self, number, dropout, defer_wgrad, seen_by)
+        out, self._handle = _Attend.apply(q, k, v, weight, self._handle, call)
         if number == len(self.plans) - 1:
             self._handle = None  # its graph refers to this object
         return out
@@ -210,6 +219,7 @@ class _Call:
     number: int
     dropout: float
     defer_wgrad: GradientSink | None
+    seen_by: Rows
 
     def reader(self, rotary_dim: int, weight: Tensor | None, *, needs_wgrad: bool = False) -> ColumnReader:
         """Return the reader of the columns; latents are expanded for as many positions as a rank holds in all."""
@@ -234,7 +244,8 @@ class _Attend(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         shared, reader = call.shared, call.reader(v.shape[-1], weight)
         columns = shared.put(Columns.of(k, v, q.dtype), call.own)
-        rows = OnlineSoftmax(q, reader.value_dim(q, v), flash=shared.flash, dropout=call.dropout)
+        value_dim = reader.value_dim(q, v)
+        rows = OnlineSoftmax(q, value_dim, flash=shared.flash, dropout=call.dropout, seen_by=call.seen_by)
         shared.transport.fetch(columns.message, call.plan, lambda tiles: reader.attend(rows, tiles, columns))
         result = rows.result()
         ctx.call, ctx.drawn, ctx.first, ctx.column_dtype = call, rows.drawn, handle is None, k.dtype

@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from megapar.core.device.attention.blocks import AttentionBlock, BlockGradients
 from megapar.core.device.attention.mask import DeviceMask, DocumentSlice
+from megapar.core.device.attention.row_statistic import Rows
 from megapar.core.device.attention.table import CAUSAL, MASKED
 from megapar.core.device.attention.whole import cut_features, keys_of_heads, pad_features
 from megapar.core.device.expert_rows import permute_reference, rows_of_pairs
@@ -39,30 +40,32 @@ def causal_mask(device: torch.device) -> Tensor:
 
 
 def attention_npu(
-    q: Tensor, k: Tensor, v: Tensor, *, form: str, valid: Tensor | None = None, dropout: float = 0.0
+    q: Tensor, k: Tensor, v: Tensor, *, form: str, valid: Tensor | None = None, dropout: float = 0.0, rows: Rows = None
 ) -> Tensor:
     """Compute ``attention_reference`` by npu_fusion_attention."""
     if form != MASKED:
-        return _attend(q, k, v, form == CAUSAL, dropout).out
+        return _attend(q, k, v, form == CAUSAL, dropout).seen_by(rows)
     masked = (~keys_of_heads(valid)).expand(-1, 1, q.shape[2], -1)
-    return _attend(q, k, v, False, dropout, atten_mask=masked.contiguous(), sparse_mode=WHOLE_MASK).out
+    return _attend(q, k, v, False, dropout, atten_mask=masked.contiguous(), sparse_mode=WHOLE_MASK).seen_by(rows)
 
 
-def attention_slice_npu(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0) -> Tensor:
+def attention_slice_npu(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0, rows: Rows = None) -> Tensor:
     """Compute ``attention_slice_reference`` by npu_fusion_attention, which supports lower-right alignment."""
-    return _attend(q, k, v, True, dropout).out
+    return _attend(q, k, v, True, dropout).seen_by(rows)
 
 
-def packed_attention_npu(q: Tensor, k: Tensor, v: Tensor, *, mask: DeviceMask, dropout: float = 0.0) -> Tensor:
+def packed_attention_npu(
+    q: Tensor, k: Tensor, v: Tensor, *, mask: DeviceMask, dropout: float = 0.0, rows: Rows = None
+) -> Tensor:
     """Compute ``packed_attention_reference`` in one call for all documents."""
     q_TND, k_TGD, v_TGD = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
-    ends = mask.host.flat_ends
-    y = _attend_unequal(q_TND, k_TGD, v_TGD, ends, ends, dropout, causal=mask.host.causal, window=mask.host.window)
+    host, ends = mask.host, mask.host.flat_ends
+    y = _attend_unequal(q_TND, k_TGD, v_TGD, ends, ends, dropout, causal=host.causal, window=host.window, rows=rows)
     return y.view(q.shape[0], q.shape[2], *y.shape[1:]).transpose(1, 2)
 
 
 def packed_attention_slice_npu(
-    q: Tensor, k: Tensor, v: Tensor, *, documents: DocumentSlice, dropout: float = 0.0
+    q: Tensor, k: Tensor, v: Tensor, *, documents: DocumentSlice, dropout: float = 0.0, rows: Rows = None
 ) -> Tensor:
     """Compute ``packed_attention_slice_reference`` in one call, each query with the keys of its document."""
     before, keys, ends_q, ends_k = k.shape[2] - q.shape[2], [], [0], [0]
@@ -71,14 +74,14 @@ def packed_attention_slice_npu(
         ends_q.append(ends_q[-1] + queries.stop - queries.start)
         ends_k.append(ends_k[-1] + before + queries.stop - first)
     k_RGD, v_RGD = (torch.cat([x[sample, :, place].transpose(0, 1) for sample, place in keys]) for x in (k, v))
-    y = _attend_unequal(q.transpose(1, 2).flatten(0, 1), k_RGD, v_RGD, ends_q[1:], ends_k[1:], dropout)
+    y = _attend_unequal(q.transpose(1, 2).flatten(0, 1), k_RGD, v_RGD, ends_q[1:], ends_k[1:], dropout, rows=rows)
     return y.view(q.shape[0], q.shape[2], *y.shape[1:]).transpose(1, 2)
 
 
 def block_npu(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, dropout: float = 0.0) -> AttentionBlock:
     """Compute ``block_reference``; ``drawn`` is the kernel's random state, three numbers."""
     attended = _attend(q, k, v, causal, dropout)
-    return AttentionBlock(attended.out, attended.peak[..., 0] + attended.total[..., 0].log(), attended.drawn)
+    return AttentionBlock(attended.out, attended.lse, attended.drawn)
 
 
 def block_backward_npu(
@@ -178,6 +181,17 @@ class _Attended(NamedTuple):
     total: Tensor  # sum of the exponentials of the scores minus ``peak``, [B, N, S, 8]
     drawn: tuple[int, ...]  # random state
 
+    @property
+    def lse(self) -> Tensor:
+        """The log-sum-exp of each row, [B, N, S]."""
+        return self.peak[..., 0] + self.total[..., 0].log()
+
+    def seen_by(self, rows: Rows) -> Tensor:
+        """Return the output; ``rows`` counts the rows."""
+        if rows is not None:
+            rows.see_lse(self.lse)
+        return self.out
+
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, dropout: float, **mask: Any) -> _Attended:
     """Call the kernel once."""
@@ -202,9 +216,14 @@ def _attend_unequal(
     *,
     causal: bool = True,
     window: int | None = None,
+    rows: Rows = None,
 ) -> Tensor:
-    """Compute attention of concatenated sequences: q [T, N, D], k [R, G, D], v [R, G, V] to [T, N, V]."""
-    return torch.ops.npu.npu_fusion_attention(
+    """Compute attention of concatenated sequences: q [T, N, D], k [R, G, D], v [R, G, V] to [T, N, V].
+
+    The kernel stores the statistics of each sequence as [N, positions, 8], although their shape is [T, N, 8] (MindSpeed
+    reorders them so for ring attention).
+    """
+    y, peak, total, *_ = torch.ops.npu.npu_fusion_attention(
         *(x.contiguous() for x in (*_at_least(v, q, k), v)),
         q.shape[1],
         "TND",
@@ -213,7 +232,13 @@ def _attend_unequal(
         actual_seq_qlen=list(ends_q),
         actual_seq_kvlen=list(ends_k),
         **(_causal(q, window) if causal else {}),
-    )[0]
+    )
+    if rows is not None:
+        lse, heads = (peak[..., 0] + total[..., 0].log()).flatten(), q.shape[1]
+        lengths = [end - start for start, end in zip((0, *ends_q), ends_q, strict=False)]
+        by_sequence = [one.view(heads, -1) for one in lse.split([heads * length for length in lengths])]
+        rows.run(0, 1, q.shape[0]).see_lse(torch.cat(by_sequence, dim=1)[None])
+    return y
 
 
 class _GroupedLinear(torch.autograd.Function):

@@ -21,7 +21,7 @@ SMALLEST_TOTAL = 1e-12  # lower bound of the divisor in renormalization; the val
 
 
 class RouterParts(Protocol):
-    """What forms need of ``moe.router.Router``.
+    """Attributes of ``moe.router.Router`` that forms use.
 
     Attributes:
         sizes: ``moe.sizes.MoeSizes``, which this floor does not import.

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from megapar.core.context_parallel.method import ContextParallel
@@ -91,6 +92,12 @@ class GroupedQueryAttention(SelfAttention):
         bias = None if qkv.bias is None else local(qkv.bias)[:, first:].flatten()
         both = linear(memory, weight.flatten(0, -2), bias, later).unflatten(-1, weight.shape[:-1])
         return both[..., -2, :], both[..., -1, :]
+
+    def clip_factors(self, factors: Tensor) -> dict[str, Tensor]:
+        """See ``SelfAttention.clip_factors``: queries take the factor, since heads of a group share their keys."""
+        queries = factors.view(-1, self.sizes.queries_per_group)
+        fused = torch.cat((queries, queries.new_ones(len(queries), 2)), dim=1)
+        return {"qkv.weight": fused, "qkv.bias": fused}
 
     def _finished_heads(self, qkv: Tensor, angles: Angles | None) -> tuple[Tensor, ...]:
         """Split [B, S, G, Q + 2, D] into q [B, S, N, D], k and v [B, S, G, D]; normalize and rotate q and k."""

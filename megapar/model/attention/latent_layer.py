@@ -156,6 +156,16 @@ class LatentAttention(SelfAttention):
 
         return make
 
+    def clip_factors(self, factors: Tensor) -> dict[str, Tensor]:
+        """See ``SelfAttention.clip_factors``: plain queries and keys take its root each.
+
+        Rotary queries take it whole, since all heads share the rotary key (Kimi K2, arXiv 2507.20534, algorithm 1).
+        """
+        roots = factors.sqrt()[:, None].expand(-1, self.plain_dim)
+        rotary, values = (factors[:, None].expand(-1, size) for size in (self.parts[2], self.value_dim))
+        q, kv = torch.cat((roots, rotary), dim=1), torch.cat((roots, torch.ones_like(values)), dim=1)
+        return {"q_up.weight": q, "kv_up.weight": kv}
+
     def _latents(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return the query latent [B, S(/mp), Rq] if any, the latent [.., R] and the rotary key [.., Dr] of x."""
         queries, latent, key = self.down(x).split(self.parts, dim=-1)

@@ -21,6 +21,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -33,6 +34,7 @@ from megapar.core.context_parallel.heads import to_heads, to_positions
 from megapar.core.context_parallel.method import ContextParallel
 from megapar.core.device.attention.documents import packed_attention_reference
 from megapar.core.device.attention.mask import DeviceMask
+from megapar.core.device.attention.row_statistic import Rows
 from megapar.core.device.attention.table import DOCUMENTS, WINDOW
 from megapar.core.device.attention.whole import attention_reference
 from megapar.core.device.compiled import counted
@@ -65,6 +67,7 @@ class SelfAttention(nn.Module, ABC):
         operator: Operator of attention over whole samples.
         run: Runner of pure functions, which may compile them.
         selective: Recompute the core in the backward instead of keeping its intermediate results.
+        row_statistic: Counts the rows of the scores of this rank's heads; None: nothing does.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class SelfAttention(nn.Module, ABC):
         self.stream = self.cp.axis.rank * self.mp.size + self.mp.rank
         self.place = f"layers.{layer}.attention.weights"
         self.dropout = sizes.dropout
+        self.row_statistic: Rows = None
         execution = options.get("execution", DEFAULT)
         self.run, self.selective, self.operator = execution.run, execution.selective, execution.attention
 
@@ -167,8 +171,26 @@ class SelfAttention(nn.Module, ABC):
         remade = self.remade(context, lambda: more)
         # Blocks of keys from other ranks are never kept, and recomputation would send them again.
         selective = self.selective and context.plan is None
-        y = consume(partial(self._attend, context=context), q, (k, v), remade, selective=selective)
+        attend = partial(self._attend, context=context, rows=self.rows(context))
+        y = consume(attend, q, (k, v), remade, selective=selective)
         return self.to_positions(y) if self.cp.deals_heads else y
+
+    def rows(self, context: Context, place: slice | None = None) -> Rows:
+        """Return what counts the rows of a forward, or of its slice at ``place``, without padding; None: nothing does.
+
+        A recomputation calls the same kernels and sees the same rows again, which changes no maximum.
+        """
+        if self.row_statistic is None:
+            return None
+        rows = replace(self.row_statistic, counted=context.text)
+        return rows if place is None else rows.at(slice(None), place)
+
+    def clip_factors(self, factors: Tensor) -> dict[str, Tensor]:
+        """Return factors that multiply the scores of this rank's heads by ``factors`` [N], by name of the parameter.
+
+        They are those of the first two dims of the parameter. Raises NotImplementedError for kinds without QK-clip.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no QK-clip. Define clip_factors.")
 
     @contextmanager
     def drawing(self, context: Context, place: str, device: torch.device) -> Iterator[float]:
@@ -189,28 +211,40 @@ class SelfAttention(nn.Module, ABC):
             )
         return mask
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: Context, rows: Rows) -> Tensor:
         """Run the core on this rank's heads or blocks, to [B, S, N, V]. Shapes as in ``core``."""
         flash, mask = self.sizes.flash, self.mask_of(context)
         heads = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
         with self.drawing(context, self.place, q.device) as dropout:
             if context.plan is not None:
                 y = attend_blockwise(
-                    *heads, self.cp.transport, context.plan, flash=flash, dropout=dropout, expansion=self.expansion()
+                    *(*heads, self.cp.transport, context.plan),
+                    flash=flash,
+                    dropout=dropout,
+                    expansion=self.expansion(),
+                    seen_by=rows,
                 )
-            elif dropout or mask.form in (DOCUMENTS, WINDOW):
-                y = self.attend(*heads, mask, dropout)
+            elif dropout or mask.form in (DOCUMENTS, WINDOW) or rows is not None:
+                y = self.attend(*heads, mask, dropout, rows)
             else:
                 y = self.run(attend, q, k, v, mask.valid, mask.form, self.operator if flash else None)
         return y.transpose(1, 2)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: DeviceMask, dropout: float) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: DeviceMask,
+        dropout: float,
+        rows: Rows = None,
+    ) -> Tensor:
         """Attend from q [B, N, S, D] to k [B, G, L, D] and v [B, G, L, V], uncompiled; returns [B, N, S, V]."""
         if mask.form in (DOCUMENTS, WINDOW):
             packed = op("packed_attention", q) if self.sizes.flash else packed_attention_reference
-            return packed(q, k, v, mask=mask, dropout=dropout)
+            return packed(q, k, v, mask=mask, dropout=dropout, rows=rows)
         attention = op(self.operator, q) if self.sizes.flash else attention_reference
-        return attention(q, k, v, form=mask.form, valid=mask.valid, dropout=dropout)
+        return attention(q, k, v, form=mask.form, valid=mask.valid, dropout=dropout, rows=rows)
 
 
 def make_attention(

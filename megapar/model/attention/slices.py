@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megapar.core.comm.axis import Axis
 from megapar.core.context_parallel.slices import SharedSlices
+from megapar.core.device.attention.row_statistic import Rows
 from megapar.core.device.attention.slices import attention_slice_reference, packed_attention_slice_reference
 from megapar.core.device.attention.table import DOCUMENTS
 from megapar.core.device.base import Indices
@@ -107,7 +108,7 @@ class CausalSlices:
             self._latents.append(dealt or more)
         place, total = context.whole_slices[number], context.whole_slices[-1].stop
         columns = (self._keys.add(k, place, total), self._values.add(v, place, total))
-        attend = partial(self._attend, number=number)
+        attend = partial(self._attend, number=number, rows=attention.rows(context, place))
         y = consume(attend, q, columns, self._remade, selective=attention.selective)
         if attention.cp.deals_heads:
             y = attention.to_positions(y)
@@ -130,7 +131,7 @@ class CausalSlices:
         """Return what ``project`` returned after the values, of all positions."""
         return [x[0] if len(x) == 1 else torch.cat(x, dim=1) for x in zip(*self._latents, strict=True)]
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, number: int) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, number: int, rows: Rows) -> Tensor:
         """Return [B, s, N, V] for q [B, s, N, D], k [B, end of the slice, G, D], v [B, end of the slice, G, V]."""
         context, flash = self._context, self._attention.sizes.flash
         heads = tuple(x.transpose(1, 2) for x in (q, k, v))
@@ -138,17 +139,18 @@ class CausalSlices:
             if self._mask.form == DOCUMENTS:
                 packed = op("packed_attention_slice", q) if flash else packed_attention_slice_reference
                 cut = self._mask.cut(context.whole_slices[number])
-                y = packed(*heads, documents=cut, dropout=dropout)
+                y = packed(*heads, documents=cut, dropout=dropout, rows=rows)
             else:
                 form = op("attention_slice", q) if flash else attention_slice_reference
-                y = form(*heads, dropout=dropout)
+                y = form(*heads, dropout=dropout, rows=rows)
         return y.transpose(1, 2)
 
     def _attend_shared(self, shared: SharedSlices, q: Tensor, k: Tensor, v: Tensor, number: int) -> Tensor:
         """Return [B, s, N, V] for q [B, s, N, D], k [B, s, G, D], v [B, s, G, V]."""
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         with self._drawing(q, number) as dropout:
-            out = shared.attend(q, k, v, number, dropout, self._attention.expansion())
+            rows = self._attention.rows(self._context, self._context.slices[number])
+            out = shared.attend(q, k, v, number, dropout, self._attention.expansion(), rows)
         replay = self._context.replay
         if replay is not None and not replay.recomputing and number == len(self._context.slices) - 1:
             shared.drop_columns()

@@ -33,6 +33,7 @@ from megapar.core.tensor_parallel.layers import (
     vocabulary_range,
 )
 from megapar.model.ampipe import Sliced, join
+from megapar.model.attention.self_attention import SelfAttention
 from megapar.model.attention.slices import Arrangement
 from megapar.model.decoder.block import DecoderBlock
 from megapar.model.decoder.mtp import Mtp, following, of_next
@@ -206,6 +207,8 @@ class Decoder(nn.Module):
             tokens, labels (-100: no loss), positions: [B, S] int64.
             weights: [B, S] fp32, those of the labels, if they are not all 1.
             valid: [B, S] bool, if there is padding, which must come after the text of its sample.
+            lengths: [B] int64 on the host, if there is padding under context parallelism: valid positions of whole
+                samples.
             ends: [documents] int64 on the host, if attention does not cross documents: the end of each in B * S.
             tokens_ahead, labels_ahead, weights_ahead: [B, S], for multi-token prediction under context parallelism
                 (``model.decoder.mtp.following``).
@@ -302,6 +305,13 @@ class Decoder(nn.Module):
         """The slices of the sequence. Layers learn them from their context."""
         return self._arrangement.slicing
 
+    def attentions(self) -> dict[str, SelfAttention]:
+        """Return the attention of this rank's layers, that of multi-token prediction last, by its name in the model."""
+        blocks = {f"layers.{name}": self.layers[name] for name in sorted(self.layers, key=int)}
+        if self.mtp is not None:
+            blocks["mtp.block"] = self.mtp.block
+        return {f"{name}.attention": b.attention for name, b in blocks.items() if isinstance(b, DecoderBlock)}
+
     def correction_biases(self) -> list[Tensor]:
         """Return the routers' correction biases, one [E] buffer per mixture-of-experts layer, in layer order."""
         return [moe.router.correction_bias for moe in self.expert_layers().values()]
@@ -378,8 +388,11 @@ class Decoder(nn.Module):
         # Tiles need no tensors. Padding is after the text, which does not attend to it.
         shared = plan is not None or plans is not None
         device_mask = DeviceMask(mask) if shared else DeviceMask.of(mask, batch["tokens"].device, places)
+        text = valid
+        if valid is not None and self.cp.deals_heads:
+            text = self._text(batch, length * ranks)
         if not self.slicing.active:
-            return Context(device_mask, own_valid, valid_tokens, angles, plan=plan)
+            return Context(device_mask, own_valid, valid_tokens, angles, plan=plan, text=text)
         parts = self.mp.size if self.sequence_parallel else 1
         slices = self.slicing.cut(length, parts)
         return Context(
@@ -392,4 +405,12 @@ class Decoder(nn.Module):
             own_slices=tuple(slice(s.start // parts, s.stop // parts) for s in slices),
             whole_slices=tuple(slice(s.start * ranks, s.stop * ranks) for s in slices),
             slice_plans=plans,
+            text=text,
         )
+
+    def _text(self, batch: dict[str, Tensor], length: int) -> Tensor | None:
+        """Return the positions that are not padding, [B, length] bool on all cp ranks, if attention counts its rows."""
+        if not any(attention.row_statistic for attention in self.attentions().values()):
+            return None
+        places = torch.arange(length, device=batch["tokens"].device)
+        return places < batch["lengths"].to(places.device, non_blocking=True)[:, None]

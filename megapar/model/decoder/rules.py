@@ -282,6 +282,16 @@ RULES: tuple[Rule, ...] = (
         failing="--num-layers 4 --window-attn-skip-freq 2",
     ),
     _of_sizes(
+        id="qk-clip-norm",
+        reads=("qk_norm", "qk_clip_threshold"),
+        when=lambda f: f.qk_clip_threshold > 0,
+        requires=lambda f: not f.qk_norm,
+        message="--qk-clip-threshold scales weights of queries and keys, and --qk-norm takes their scale away again",
+        fix="Leave one of them out: norms bound the scores themselves.",
+        passing="--qk-clip-threshold 100",
+        failing="--qk-clip-threshold 100 --qk-norm",
+    ),
+    _of_sizes(
         id="output-norm-ampipe",
         reads=("norm_placement", "ampipe_degree"),
         when=lambda f: f.norm_placement == "output",

@@ -32,6 +32,8 @@ class Context:
         slices: Slices of the sequence on this cp rank if layers run slice by slice; otherwise empty.
         own_slices: Slices of this rank's activations.
         slice_plans: One plan per slice, in place of ``plan``, if there are slices.
+        text: [B, S] bool, False at padding, at the positions of attention's queries: those of this cp rank, or all
+            where ranks have heads (Ulysses); None without padding, or if nothing reads it.
         replay: The recomputed unit that contains the layer; None if the layer is not recomputed.
         closes_unit: The layer is the last one of its recomputed unit.
         followed: The result goes to another layer of the same unit, so that its last sum may be left to that layer.
@@ -48,6 +50,7 @@ class Context:
     own_slices: tuple[slice, ...] = ()
     whole_slices: tuple[slice, ...] = ()
     slice_plans: tuple[SlicePlan, ...] | None = None
+    text: Tensor | None = None
     replay: Replay | None = None
     closes_unit: bool = False
     followed: bool = False

@@ -64,6 +64,7 @@ from megapar.training.step.job import Job, Model
 from megapar.training.step.objective import make_objective
 from megapar.training.step.observer import StepObserver
 from megapar.training.step.pipelined import PipelinedModel
+from megapar.training.step.qk_clip import QkClip
 
 
 def parallelize(config: Config, world: World, parts: Parts | None = None, observer: StepObserver | None = None) -> Job:
@@ -113,6 +114,7 @@ def parallelize(config: Config, world: World, parts: Parts | None = None, observ
         from_first_rank=names_from_first_rank(table, world.grid.mp, summed) if cut_parameters else frozenset(),
         pipeline=pipeline,
         moves_experts=config.moe.moe_rebalance_interval > 0,
+        qk_clip=_qk_clip(config, world, model, sharding),
         runner=run,
         observer=observer or StepObserver(),
     )
@@ -258,6 +260,15 @@ def _make_optimizer(
         return [TensorRegion(piece_box(row, piece), tensor_key(seed, piece.hf_name)) for piece in row.pieces]
 
     return Optimizer(sharding.master_shards, rule, pieces_of(sharding, regions))
+
+
+def _qk_clip(config: Config, world: World, model: Model, sharding: Sharding) -> QkClip | None:
+    """Return what clips heads of attention after an update, or None without --qk-clip-threshold."""
+    options = config.optimizer
+    if not options.qk_clip_threshold:
+        return None
+    assert isinstance(model, Decoder)  # the rules refuse other models
+    return QkClip(options.qk_clip_threshold, options.qk_clip_statistic, model.attentions(), sharding, world)
 
 
 def _update_rule(config: Config) -> UpdateRule:

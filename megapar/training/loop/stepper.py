@@ -151,6 +151,8 @@ class Stepper:
             clip_gradients(job.sharding.master_shards, summed.norm, limit)
         with record_function("megapar: optimizer"):
             job.optimizer.step(lr, found_inf, grad_scale)
+            if job.qk_clip is not None and summed.scores is not None:
+                job.qk_clip.clip(summed.scores, found_inf)
             self.before_gather(iteration)
             job.sharding.start_param_gather()
         self.guards.after_update(iteration)

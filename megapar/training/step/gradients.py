@@ -33,11 +33,13 @@ class Summed(NamedTuple):
         norm: Global gradient norm, a scalar on the device.
         norm_and_votes: The norm, and the ranks' requests to the run, summed over all ranks: one vector, so that the
             host waits only once.
+        scores: Largest statistic of each head's scores, which ``QkClip.clip`` takes; None without it.
     """
 
     totals: Totals
     norm: Tensor
     norm_and_votes: Tensor
+    scores: Tensor | None = None
 
 
 class Gradients:
@@ -66,12 +68,14 @@ class Gradients:
 
     def make(self, work: StepBatches) -> Summed:
         """Run forward, backward and the reduction of a step."""
-        self.work = work
+        self.work, clip = work, self._job.qk_clip
+        if clip is not None:
+            clip.begin()
         with record_function("megapar: forward and backward"):
             totals = self._forward_backward(work)
         with record_function("megapar: reduce"):
             norm, norm_and_votes = self._reduce(self._loss_factor(work.denominators))
-        return Summed(totals, norm, norm_and_votes)
+        return Summed(totals, norm, norm_and_votes, None if clip is None else clip.take())
 
     def repeat(self, work: StepBatches) -> Totals:
         """Run forward, backward and the sums over the data ranks again, without a reduction of the norm or the votes.

@@ -21,6 +21,7 @@ from megapar.model.parameter import ParameterSpec
 from megapar.model.sizes import ModelSizes
 from megapar.training.step.observer import StepObserver
 from megapar.training.step.pipelined import PipelinedModel
+from megapar.training.step.qk_clip import QkClip
 
 Model = Decoder | Ernie
 
@@ -37,6 +38,7 @@ class Job:
         from_first_rank: Parameters whose gradients all mp ranks take from the first.
         pipeline: Runs the model if pp > 1, else None.
         moves_experts: True if experts change their places, which the gradient norm must not depend on.
+        qk_clip: Clips heads of attention after each update; None: nothing does.
         tied: Parameter that the first and the last stage share and whose gradients they sum, or None.
     """
 
@@ -51,6 +53,7 @@ class Job:
     from_first_rank: frozenset[str] = frozenset()
     pipeline: PipelinedModel | None = None
     moves_experts: bool = False
+    qk_clip: QkClip | None = None
     tied: str | None = None
     runner: FunctionRunner = plain
     observer: StepObserver = field(default_factory=StepObserver)

@@ -80,7 +80,7 @@ def test_a_round_has_no_more_than_its_limit_unless_one_matrix_is_larger() -> Non
 def test_work_is_dealt_to_the_ranks_that_have_pieces() -> None:
     made, _ = plans(GRIDS["experts"])
     owned = Counter(made[0].owners)
-    assert len(owned) == 6  # matrices of eight ranks, each to a rank of its own
+    assert len(owned) == 6  # matrices of eight ranks, each to another rank
     assert all(number in made[owner].rounds[0].owned for number, owner in enumerate(made[0].owners))
 
 

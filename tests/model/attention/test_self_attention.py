@@ -172,3 +172,36 @@ def test_a_kind_without_a_memory_says_so():
 
     with pytest.raises(NotImplementedError, match="Forgetful has no memory"):
         Forgetful(DENSE.attention, 0, **ALONE).project_memory(torch.zeros(2, 4, 32))
+
+
+@pytest.mark.parametrize("name", ATTENTION_KINDS)
+def test_clip_factors_multiply_the_scores_of_each_head(name: str) -> None:
+    """And change no value: the shared rotary key of latent attention stays, and so do keys of several queries."""
+    sizes = LATENT.attention if name == "latent" else replace(DENSE.attention, qkv_bias=True)
+    attention = make_attention(sizes, 0, cp=ContextParallel(), **ALONE)
+    generator = torch.Generator().manual_seed(4)
+    parameters = dict(attention.named_parameters())
+    with torch.no_grad():
+        for parameter in parameters.values():
+            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+    x = torch.randn(2, LENGTH, sizes.hidden_size, generator=generator, dtype=torch.float64)
+    positions = torch.arange(LENGTH).expand(2, LENGTH)
+    angles = RotaryEmbedding(sizes.rotary_dim, 1e4, torch.float64, None, sizes.angles_dim).angles(positions)
+
+    def heads() -> tuple[Tensor, Tensor]:
+        q, k, v, *_ = (part.detach() for part in attention.project(x, angles))
+        return torch.einsum("bsnd,btnd->bnst", q, k.repeat_interleave(q.shape[2] // k.shape[2], dim=2)), v
+
+    before, values = heads()
+    factors = torch.linspace(0.2, 1.0, sizes.num_heads, dtype=torch.float64)
+    with torch.no_grad():
+        for part, scale in attention.clip_factors(factors).items():
+            parameters[part].mul_(scale.view(*scale.shape, *(1,) * (parameters[part].dim() - 2)))
+    after, same = heads()
+    torch.testing.assert_close(after, before * factors.view(1, -1, 1, 1), rtol=0, atol=1e-12)
+    torch.testing.assert_close(same, values, rtol=0, atol=1e-12)
+
+
+def test_a_kind_without_clip_factors_says_so() -> None:
+    with pytest.raises(NotImplementedError, match="ApartAttention has no QK-clip"):
+        single(DENSE.attention).clip_factors(torch.ones(4))

@@ -15,6 +15,7 @@ from megapar.training.building.attention_backend import (
     attention_kernels,
     attention_operator,
     backend_lacks,
+    chosen_rows,
     forms_of,
     needs_flash3,
     skips_padding,
@@ -90,6 +91,17 @@ def test_a_confirmed_row_reaches_the_layers_if_its_kernel_is_installed(monkeypat
     assert attention_operator(config, gpu("cudnn", "flash3"), "bfloat16") == "attention"
     assert attention_operator(config_of(f"{DENSE} --deterministic"), gpu(), "bfloat16") == "attention"
     assert attention_operator(config_of(f"{DENSE} --no-use-flash-attn"), gpu(), "bfloat16") == "attention"
+
+
+def test_qk_clip_names_the_kernel_that_torch_would_choose():
+    """torch's choice returns no log-sum-exps; maxima and what no kernel takes are left to plain products."""
+    config = config_of(f"{DENSE} --qk-clip-threshold 100")
+    assert attention_operator(config, gpu(), "bfloat16") == "attention_cudnn"
+    assert attention_operator(config, gpu("cudnn"), "bfloat16") == "attention_flash"
+    assert attention_operator(config, gpu(), "float32") == "attention"
+    assert [row.kernel for row in chosen_rows(config, gpu(), "float32")] == ["math"]
+    by_maximum = config_of(f"{DENSE} --qk-clip-threshold 100 --qk-clip-statistic max --no-use-flash-attn")
+    assert {row.kernel for row in chosen_rows(by_maximum, gpu(), "bfloat16")} == {"math"}
 
 
 @pytest.mark.parametrize(

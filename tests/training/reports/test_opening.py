@@ -93,12 +93,12 @@ def test_the_result_of_the_compilers_trial_is_told(line: str, compiled: bool, de
 def test_fp8_is_told_with_its_emulation_or_with_both_peaks(monkeypatch: pytest.MonkeyPatch) -> None:
     line = "--fp8 --hidden-size 128 --num-attention-heads 4 --head-dim 64 --ffn-hidden-size 128"
     line += " --data-path a.jsonl"
-    (text,) = (told for told in said("moe", f"{line} --device cpu") if told.startswith("fp8: "))
+    (text,) = (one for one in said("moe", f"{line} --device cpu") if one.startswith("fp8: "))
     assert text.startswith("fp8: emulated, with dequantized operands in the dtype of the run (e4m3, ")
     monkeypatch.setattr(_Gpu, "name", "NVIDIA H100 80GB HBM3")
-    (text,) = (told for told in said("moe", f"{line} --bf16", device=_Gpu()) if told.startswith("fp8: "))
+    (text,) = (one for one in said("moe", f"{line} --bf16", device=_Gpu()) if one.startswith("fp8: "))
     assert text.endswith("MFU is of the peak in bf16 (989 TFLOP/s in bf16, 1,979 TFLOP/s in fp8)")
-    assert not [told for told in said("moe", "--data-path a.jsonl") if told.startswith("fp8: ")]
+    assert not [one for one in said("moe", "--data-path a.jsonl") if one.startswith("fp8: ")]
 
 
 def test_versions_hosts_flags_and_data_are_told() -> None:

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megapar.core.device.attention.mask import causal_keys
+from megapar.core.device.attention.row_statistic import Rows
 from megapar.core.device.attention.table import BLOCKS, FLASH, takes
 from megapar.core.device.attention.whole import EqualHeads, call_of, cut_features, equal_head_dims, pad_features
 from megapar.core.device.dtypes import at_least_fp32
@@ -49,15 +50,19 @@ class BlockGradients(NamedTuple):
     dv: Tensor
 
 
-def block_reference(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, dropout: float = 0.0) -> AttentionBlock:
+def block_reference(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, dropout: float = 0.0, rows: Rows = None
+) -> AttentionBlock:
     """Compute softmax(q k^T / sqrt(D)) v by plain products, q [B, N, S, D], k [B, G, L, D], v [B, G, L, V].
 
     Materializes all scores. ``dropout`` is the probability of dropping an attention weight; the log-sum-exp covers all
-    weights.
+    weights. ``rows`` counts the rows by the scores of this block alone, as a maximum may be.
     """
     k, v = (_repeated(x, q) for x in (k, v))
     scores = _scores(q, k, causal=causal)
     lse = scores.logsumexp(-1)
+    if rows is not None:
+        rows.see_scores(scores)
     weights = (scores - lse.unsqueeze(-1)).exp().to(q.dtype)
     if not dropout:
         return AttentionBlock(weights @ v, lse)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megapar.core.attention_mask import AttentionMask
 from megapar.core.device.attention.mask import DeviceMask, causal_keys
+from megapar.core.device.attention.row_statistic import Rows
 from megapar.core.device.attention.table import CAUSAL, FULL, VARLEN, takes
 from megapar.core.device.attention.whole import (
     attention_fused,
@@ -31,20 +32,24 @@ from megapar.core.device.attention.windows import attention_window
 from megapar.core.torch_names import varlen_attention
 
 
-def packed_attention_reference(q: Tensor, k: Tensor, v: Tensor, *, mask: DeviceMask, dropout: float = 0.0) -> Tensor:
+def packed_attention_reference(
+    q: Tensor, k: Tensor, v: Tensor, *, mask: DeviceMask, dropout: float = 0.0, rows: Rows = None
+) -> Tensor:
     """Compute softmax(q k^T / sqrt(D)) v inside each document. Materializes all scores, of all documents if causal.
 
     Shapes as of ``attention_reference``.
     """
     if not mask.host.causal:
-        return _by_length(partial(attention_reference, form=FULL, dropout=dropout), q, k, v, mask.host)
+        return _by_length(partial(attention_reference, form=FULL, dropout=dropout), q, k, v, mask.host, rows)
     number = torch.repeat_interleave(torch.tensor(mask.host.document_lengths)).to(q.device)
     number = number.view(q.shape[0], 1, q.shape[2])
     visible = (number.mT == number) & causal_keys(q.shape[2], k.shape[2], q.device, window=mask.host.window)
-    return plain_attention(q, k, v, visible[:, None], dropout)
+    return plain_attention(q, k, v, visible[:, None], dropout, rows)
 
 
-def packed_attention_by_document(q: Tensor, k: Tensor, v: Tensor, *, mask: DeviceMask, dropout: float = 0.0) -> Tensor:
+def packed_attention_by_document(
+    q: Tensor, k: Tensor, v: Tensor, *, mask: DeviceMask, dropout: float = 0.0, rows: Rows = None
+) -> Tensor:
     """Compute ``packed_attention_reference`` by one fused call for each run of documents of one length.
 
     A document longer than the window takes the calls of ``attention_window``.
@@ -52,21 +57,27 @@ def packed_attention_by_document(q: Tensor, k: Tensor, v: Tensor, *, mask: Devic
     whole = partial(attention_fused, form=CAUSAL if mask.host.causal else FULL, dropout=dropout)
     window = mask.host.window
     if window is None:
-        return _by_length(whole, q, k, v, mask.host)
+        return _by_length(whole, q, k, v, mask.host, rows)
     within = partial(attention_window, window=window, dropout=dropout)
-    return _by_length(lambda *heads: (within if heads[0].shape[2] > window else whole)(*heads), q, k, v, mask.host)
+
+    def either(q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
+        return (within if q.shape[2] > window else whole)(q, k, v, rows=rows)
+
+    return _by_length(either, q, k, v, mask.host, rows)
 
 
-def packed_attention_varlen(q: Tensor, k: Tensor, v: Tensor, *, mask: DeviceMask, dropout: float = 0.0) -> Tensor:
+def packed_attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, *, mask: DeviceMask, dropout: float = 0.0, rows: Rows = None
+) -> Tensor:
     """Compute ``packed_attention_reference`` by torch's kernel for sequences of variable lengths, if it takes them.
 
     Otherwise documents of one length are one call.
     """
-    if not takes(VARLEN, call_of(mask.form, q, v, dropout)):
-        return packed_attention_by_document(q, k, v, mask=mask, dropout=dropout)
+    if not takes(VARLEN, call_of(mask.form, q, v, dropout, rows)):
+        return packed_attention_by_document(q, k, v, mask=mask, dropout=dropout, rows=rows)
     host, starts, longest = mask.host, mask.starts_on(q.device), max(mask.host.document_lengths)
     both = (starts, starts), (longest, longest)
-    return by_kernel(q, k, v, *both, causal=host.causal, window=host.window, dropout=dropout)
+    return by_kernel(q, k, v, *both, causal=host.causal, window=host.window, dropout=dropout, rows=rows)
 
 
 def by_kernel(
@@ -79,6 +90,7 @@ def by_kernel(
     causal: bool = True,
     window: int | None = None,
     dropout: float = 0.0,
+    rows: Rows = None,
 ) -> Tensor:
     """Call torch's kernel for variable lengths, which takes a single head size. Shapes as of ``attention_reference``.
 
@@ -94,10 +106,12 @@ def by_kernel(
     q, k, v, scale = equal_head_dims(q, k, v)
     scaled = {} if scale is None else {"scale": scale}
     query, key, value = (_with_features_together(_flat(x)) for x in (q, k, v))
-    if dropout:  # torch's function has no such argument, its operator has
+    if dropout or rows is not None:  # torch's function has no such argument, its operator has
         flash = torch.ops.aten._flash_attention_forward
-        sides = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
-        y = flash(query, key, value, *starts, *longest, dropout, causal, False, **scaled, **sides)[0]
+        more = scaled if window is None else {**scaled, "window_size_left": window - 1, "window_size_right": 0}
+        y, lse, *_ = flash(query, key, value, *starts, *longest, dropout, causal, False, **more)  # lse [N, T]
+        if rows is not None:
+            rows.run(0, 1, lse.shape[1]).see_lse(lse[None])
     else:
         left = -1 if window is None else window - 1  # keys before a position; -1 for all
         y = varlen_attention(query, key, value, *starts, *longest, window_size=(left, 0 if causal else -1), **scaled)
@@ -105,17 +119,18 @@ def by_kernel(
     return _unflat(cut_features(y, size), q)
 
 
-def _by_length(
-    form: Callable[[Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask
-) -> Tensor:
+def _by_length(form: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, rows: Rows) -> Tensor:
     """Call ``form`` for each run of consecutive documents of one length, as samples of a batch."""
     runs = [(length, len(list(run))) for length, run in groupby(mask.document_lengths)]
     sizes = [length * count for length, count in runs]
-    outputs = []
+    outputs: list[Tensor] = []
+    first = 0
     for (length, count), *own in zip(runs, *(_in_row(x).split(sizes, dim=1) for x in (q, k, v)), strict=True):
         if count > 1:
             own = [x.view(count, length, *x.shape[2:]) for x in own]
-        y = form(*(x.transpose(1, 2) for x in own)).transpose(1, 2)
+        seen = None if rows is None else rows.run(first, count, length)
+        y = form(*(x.transpose(1, 2) for x in own), rows=seen).transpose(1, 2)
+        first += count * length
         outputs.append(y if count == 1 else y.reshape(1, -1, *y.shape[2:]))
     y = torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
     return y.view(q.shape[0], q.shape[2], *y.shape[2:]).transpose(1, 2)

@@ -20,8 +20,10 @@ from torch.nn.attention import bias as alignments
 
 from megapar.core.device.attention.documents import by_kernel
 from megapar.core.device.attention.mask import DocumentSlice
+from megapar.core.device.attention.row_statistic import Rows
 from megapar.core.device.attention.table import DOCUMENTS, LOWER_RIGHT, VARLEN, takes
 from megapar.core.device.attention.whole import (
+    attention_flash,
     attention_reference,
     call_of,
     cut_features,
@@ -32,23 +34,25 @@ from megapar.core.device.attention.whole import (
 )
 
 
-def attention_slice_reference(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0) -> Tensor:
+def attention_slice_reference(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0, rows: Rows = None) -> Tensor:
     """Compute causal attention of the last S of L positions: i attends to 0..L - S + i (lower-right alignment).
 
     Shapes as of ``attention_reference``.
     """
-    return attention_reference(q, k, v, form=LOWER_RIGHT, dropout=dropout)
+    return attention_reference(q, k, v, form=LOWER_RIGHT, dropout=dropout, rows=rows)
 
 
-def attention_slice_merged(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0) -> Tensor:
+def attention_slice_merged(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0, rows: Rows = None) -> Tensor:
     """Compute ``attention_slice_reference`` by the CPU's fused kernel, which has no dropout."""
     if dropout > 0.0:
-        return attention_slice_reference(q, k, v, dropout=dropout)
-    return MergedAttention.apply(q, k, v)
+        return attention_slice_reference(q, k, v, dropout=dropout, rows=rows)
+    return MergedAttention.apply(q, k, v, rows)
 
 
-def attention_slice_fused(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0) -> Tensor:
+def attention_slice_fused(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0, rows: Rows = None) -> Tensor:
     """Compute ``attention_slice_reference`` by torch's fused kernels, without materializing a mask."""
+    if rows is not None:
+        return attention_flash(q, k, v, form=LOWER_RIGHT, dropout=dropout, rows=rows)
     bias = alignments.causal_lower_right(q.shape[2], k.shape[2])
     size = v.shape[-1]
     q, k, v, scale = equal_head_dims(q, k, v)
@@ -56,7 +60,7 @@ def attention_slice_fused(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0
 
 
 def packed_attention_slice_reference(
-    q: Tensor, k: Tensor, v: Tensor, *, documents: DocumentSlice, dropout: float = 0.0
+    q: Tensor, k: Tensor, v: Tensor, *, documents: DocumentSlice, dropout: float = 0.0, rows: Rows = None
 ) -> Tensor:
     """Compute ``attention_slice_reference`` inside documents (``DeviceMask.cut``)."""
     before = k.shape[2] - q.shape[2]
@@ -64,30 +68,31 @@ def packed_attention_slice_reference(
     for sample, queries, first in documents.pieces:
         visible[sample, 0, queries, first : before + queries.stop] = True
     visible = visible.tril(before).to(q.device)
-    return plain_attention(q, k, v, visible, dropout)
+    return plain_attention(q, k, v, visible, dropout, rows)
 
 
 def packed_attention_slice_merged(
-    q: Tensor, k: Tensor, v: Tensor, *, documents: DocumentSlice, dropout: float = 0.0
+    q: Tensor, k: Tensor, v: Tensor, *, documents: DocumentSlice, dropout: float = 0.0, rows: Rows = None
 ) -> Tensor:
     """Compute ``packed_attention_slice_reference`` by ``attention_slice_merged``, document by document."""
-    return _by_document(attention_slice_merged, q, k, v, documents, dropout)
+    return _by_document(attention_slice_merged, q, k, v, documents, dropout, rows)
 
 
 def packed_attention_slice_varlen(
-    q: Tensor, k: Tensor, v: Tensor, *, documents: DocumentSlice, dropout: float = 0.0
+    q: Tensor, k: Tensor, v: Tensor, *, documents: DocumentSlice, dropout: float = 0.0, rows: Rows = None
 ) -> Tensor:
     """Compute ``packed_attention_slice_reference`` by torch's kernel for variable lengths, if it takes them.
 
     Otherwise each document is one call.
     """
-    if not takes(VARLEN, call_of(DOCUMENTS, q, v, dropout)):
-        return _by_document(attention_slice_fused, q, k, v, documents, dropout)
-    return by_kernel(q, k, v, (documents.starts_q, documents.starts_k), documents.longest, dropout=dropout)
+    if not takes(VARLEN, call_of(DOCUMENTS, q, v, dropout, rows)):
+        return _by_document(attention_slice_fused, q, k, v, documents, dropout, rows)
+    starts = (documents.starts_q, documents.starts_k)
+    return by_kernel(q, k, v, starts, documents.longest, dropout=dropout, rows=rows)
 
 
 def _by_document(
-    form: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, documents: DocumentSlice, dropout: float
+    form: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, documents: DocumentSlice, dropout: float, rows: Rows
 ) -> Tensor:
     """Call ``form`` for each document's part of the slice, with all keys of the document up to it."""
     before, samples = k.shape[2] - q.shape[2], list(zip(q.unbind(0), k.unbind(0), v.unbind(0), strict=True))
@@ -95,9 +100,9 @@ def _by_document(
     for sample, queries, first in documents.pieces:
         q_NSD, k_GLD, v_GLD = samples[sample]
         keys = slice(first, before + queries.stop)
-        outputs[sample].append(
-            form(q_NSD[None, :, queries], k_GLD[None, :, keys], v_GLD[None, :, keys], dropout=dropout)
-        )
+        heads = (q_NSD[None, :, queries], k_GLD[None, :, keys], v_GLD[None, :, keys])
+        seen = None if rows is None else rows.at(slice(sample, sample + 1), queries)
+        outputs[sample].append(form(*heads, dropout=dropout, rows=seen))
     return torch.cat([torch.cat(parts, dim=2) for parts in outputs])
 
 
@@ -116,7 +121,7 @@ class MergedAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, rows: Rows = None) -> Tensor:
         """Compute both parts and merge them to [B, N, S, V]."""
         prefix, ctx.value_dim = k.shape[2] - q.shape[2], v.shape[-1]
         ctx.key_dim = q.shape[-1]
@@ -127,12 +132,14 @@ class MergedAttention(torch.autograd.Function):
             whole = torch.logaddexp(lse, lse_before)
             shares = [(part - whole).exp().unsqueeze(-1) for part in (lse, lse_before)]
             out, lse = (out * shares[0] + before * shares[1]).to(q.dtype), whole
+        if rows is not None:
+            rows.see_lse(lse)
         ctx.save_for_backward(q, k, v, out, lse)
         return cut_features(out, ctx.value_dim)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return dq [B, N, S, D], dk [B, G, L, D] and dv [B, G, L, V]."""
         q, k, v, out, lse = ctx.saved_tensors
         prefix, grad, scaled = k.shape[2] - q.shape[2], pad_features(grads[0], v.shape[-1]), {"scale": ctx.scale}
@@ -141,4 +148,4 @@ class MergedAttention(torch.autograd.Function):
             before = _backward(grad, q, k[:, :, :prefix], v[:, :, :prefix], out, lse, 0.0, False, **scaled)
             dq = dq + before[0]
             dk, dv = torch.cat((before[1], dk), dim=2), torch.cat((before[2], dv), dim=2)
-        return cut_features(dq, ctx.key_dim), cut_features(dk, ctx.key_dim), cut_features(dv, ctx.value_dim)
+        return cut_features(dq, ctx.key_dim), cut_features(dk, ctx.key_dim), cut_features(dv, ctx.value_dim), None

@@ -26,6 +26,7 @@ FORMS = (CAUSAL, FULL, LOWER_RIGHT, DOCUMENTS, WINDOW, MASKED, BLOCKS)
 
 FLASH, VARLEN, CUDNN, FLASH3, EFFICIENT, MATH = "flash", "varlen", "cudnn", "flash3", "efficient", "math"
 TODAY, CANDIDATE = "today", ""
+LSE, MAXIMUM = "lse", "max"  # statistics of the scores of a row that a kernel gives (``row_statistic``)
 AUTO = "auto"
 BACKENDS = (AUTO, FLASH, CUDNN, FLASH3)  # values of --attention-backend
 LARGEST_GROUP = 4096  # elements of a group's heads that the kernel before attention, which rotates them, takes
@@ -43,6 +44,7 @@ class AttentionCall(NamedTuple):
         capability: Compute capability of the GPU, (major, minor).
         dropout: Attention weights are dropped.
         repeats: The result must repeat to the last bit (--deterministic).
+        statistic: Statistic of each row's scores that the call must give; "" for none.
     """
 
     form: str
@@ -52,6 +54,7 @@ class AttentionCall(NamedTuple):
     capability: Capability
     dropout: bool = False
     repeats: bool = False
+    statistic: str = ""
 
 
 class KernelRow(NamedTuple):
@@ -65,6 +68,7 @@ class KernelRow(NamedTuple):
         repeats: Forward and backward repeat to the last bit under torch's deterministic algorithms.
         standing: ``TODAY`` for today's choice, ``CANDIDATE``, or date and device of the measurement that confirmed it.
         grouped: The kernel takes fewer heads of keys than of queries; otherwise they are repeated before the call.
+        statistics: Statistics of a row's scores that its forward gives.
     """
 
     kernel: str
@@ -78,6 +82,7 @@ class KernelRow(NamedTuple):
     repeats: bool = True
     standing: str = TODAY
     grouped: bool = True
+    statistics: tuple[str, ...] = (LSE,)
 
     @property
     def confirmed(self) -> bool:
@@ -107,6 +112,10 @@ class KernelRow(NamedTuple):
                 f"capability {_dotted(call.capability)}",
             ),
             (call.dropout and not self.dropout, "it drops no attention weights"),
+            (
+                call.statistic not in ("", *self.statistics),
+                f"its forward does not give the {call.statistic} of a row's scores",
+            ),
             (call.repeats and not self.repeats, "its backward is not known to repeat to the last bit"),
         ):
             if wrong:
@@ -126,7 +135,9 @@ _SINGLE = (*_WHOLE, LOWER_RIGHT, DOCUMENTS)  # forms that are calls of torch's s
 _CUDNN = KernelRow(
     CUDNN, _WHOLE, _HOPPER, f"{_SDP_UTILS}, check_prefer_cudnn_attention; cuDNN 9.15.1 on", dropout=False, repeats=False
 )
-_EFFICIENT = KernelRow(EFFICIENT, (*_SINGLE, MASKED), _AMPERE_ON, _SDP_UTILS, largest=65536, grouped=False)
+_EFFICIENT = KernelRow(
+    EFFICIENT, (*_SINGLE, MASKED), _AMPERE_ON, _SDP_UTILS, largest=65536, grouped=False, statistics=()
+)
 
 ROWS: tuple[KernelRow, ...] = (
     _CUDNN,
@@ -152,7 +163,16 @@ ROWS: tuple[KernelRow, ...] = (
     ),
     _EFFICIENT._replace(dtypes=(*HALF, "float32")),
     _EFFICIENT._replace(dtypes=("float16", "float32"), capabilities=((5, 0), (7, 5))),
-    KernelRow(MATH, FORMS, _EVERY, "plain products", (*HALF, "float32", "float64"), multiple=1, largest=65536),
+    KernelRow(
+        MATH,
+        FORMS,
+        _EVERY,
+        "plain products",
+        (*HALF, "float32", "float64"),
+        multiple=1,
+        largest=65536,
+        statistics=(LSE, MAXIMUM),
+    ),
 )
 
 

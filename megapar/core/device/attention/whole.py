@@ -20,9 +20,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megapar.core.device.attention import table
 from megapar.core.device.attention.mask import causal_keys
+from megapar.core.device.attention.row_statistic import Rows, RowStatistic
 from megapar.core.device.dtypes import at_least_fp32
 
 MULTIPLE = 8  # features of a head that FlashAttention takes
+_cpu_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 WITHOUT_CUDNN = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
 
 
@@ -46,7 +48,7 @@ class HeadWidths(NamedTuple):
 
 
 def attention_reference(
-    q: Tensor, k: Tensor, v: Tensor, *, form: str, valid: Tensor | None = None, dropout: float = 0.0
+    q: Tensor, k: Tensor, v: Tensor, *, form: str, valid: Tensor | None = None, dropout: float = 0.0, rows: Rows = None
 ) -> Tensor:
     """Compute grouped-query attention softmax(q k^T / sqrt(D)) v by plain products. Materializes all scores.
 
@@ -57,6 +59,7 @@ def attention_reference(
         form: Form of the mask in the table, without documents.
         valid: The keys of form ``MASKED``, as in ``DeviceMask``.
         dropout: Dropout probability of the attention weights.
+        rows: Counts the rows of the scores.
     """
     visible = None
     if form in (table.CAUSAL, table.LOWER_RIGHT):
@@ -64,26 +67,48 @@ def attention_reference(
         visible = causal_keys(q.shape[2], k.shape[2], q.device, before)
     elif form == table.MASKED:
         visible = keys_of_heads(valid)
-    return plain_attention(q, k, v, visible, dropout)
+    return plain_attention(q, k, v, visible, dropout, rows)
 
 
-def plain_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, dropout: float) -> Tensor:
+def plain_attention(
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, dropout: float, rows: Rows = None
+) -> Tensor:
     """Compute ``attention_reference`` over the visible keys, bool broadcast to [B, N, S, L]; None for all keys."""
     k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
     scores = (q @ k.transpose(-1, -2)).to(at_least_fp32(q.dtype)) * q.shape[-1] ** -0.5
     if visible is not None:  # not -inf: a sample that is all padding must stay finite
         scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
+    if rows is not None:
+        rows.see_scores(scores)
     weights = F.dropout(scores.softmax(-1).to(q.dtype), dropout, training=dropout > 0.0)
     return weights @ v
 
 
 def attention_fused(
-    q: Tensor, k: Tensor, v: Tensor, *, form: str, valid: Tensor | None = None, dropout: float = 0.0
+    q: Tensor, k: Tensor, v: Tensor, *, form: str, valid: Tensor | None = None, dropout: float = 0.0, rows: Rows = None
 ) -> Tensor:
     """Compute ``attention_reference`` by torch's fused kernels, without materializing the scores."""
+    if rows is not None:
+        return _attend_with_lse(q, k, v, form=form, valid=valid, dropout=dropout, rows=rows)
     mask, size = keys_of_heads(valid) if form == table.MASKED else None, v.shape[-1]
     q, k, v, scale = equal_head_dims(q, k, v)
     return cut_features(torch_attention(form, q, k, v, mask=mask, dropout=dropout, scale=scale), size)
+
+
+def _attend_with_lse(
+    q: Tensor, k: Tensor, v: Tensor, *, form: str, valid: Tensor | None, dropout: float, rows: RowStatistic
+) -> Tensor:
+    """Compute ``attention_fused`` by FlashAttention, or by plain products if that does not take the call.
+
+    torch's function for all kernels does not return log-sum-exps.
+    """
+    whole = form in (table.CAUSAL, table.FULL)
+    if q.device.type == "cpu" and whole and not dropout:
+        heads = equal_head_dims(q, k, v)
+        y, lse = _cpu_forward(*heads[:3], 0.0, form == table.CAUSAL, scale=heads.scale)
+        rows.see_lse(lse)
+        return cut_features(y, v.shape[-1])
+    return attention_flash(q, k, v, form=form, valid=valid, dropout=dropout, rows=rows)
 
 
 def keys_of_heads(valid: Tensor | None) -> Tensor:
@@ -125,30 +150,38 @@ def torch_attention(
 
 
 def attention_flash(
-    q: Tensor, k: Tensor, v: Tensor, *, form: str, valid: Tensor | None = None, dropout: float = 0.0
+    q: Tensor, k: Tensor, v: Tensor, *, form: str, valid: Tensor | None = None, dropout: float = 0.0, rows: Rows = None
 ) -> Tensor:
     """Compute ``attention_reference`` by torch's FlashAttention where it takes the call, else by torch's choice.
 
     The operator is that of FlashAttention-3 once ``CudaDevice.activate_attention`` has put it in place.
     """
-    if not table.takes(table.FLASH, call_of(form, q, v, dropout)):
-        return attention_fused(q, k, v, form=form, valid=valid, dropout=dropout)
+    if not table.takes(table.FLASH, call_of(form, q, v, dropout, rows)):
+        other = attention_fused if rows is None else attention_reference
+        return other(q, k, v, form=form, valid=valid, dropout=dropout, rows=rows)
     size, scale = v.shape[-1], q.shape[-1] ** -0.5
     width = -(-max(q.shape[-1], size) // MULTIPLE) * MULTIPLE
     q, k, v = (pad_features(x, width) for x in (q, k, v))
-    y = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout, form == table.CAUSAL, scale=scale)[0]
+    causal = form in (table.CAUSAL, table.LOWER_RIGHT)  # its causal mask is aligned to the lower right
+    y, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout, causal, scale=scale)
+    if rows is not None:
+        rows.see_lse(lse)
     return cut_features(y, size)
 
 
 def attention_cudnn(
-    q: Tensor, k: Tensor, v: Tensor, *, form: str, valid: Tensor | None = None, dropout: float = 0.0
+    q: Tensor, k: Tensor, v: Tensor, *, form: str, valid: Tensor | None = None, dropout: float = 0.0, rows: Rows = None
 ) -> Tensor:
     """Compute ``attention_reference`` by cuDNN where it takes the call, else by torch's choice."""
-    if not table.takes(table.CUDNN, call_of(form, q, v, dropout)):
-        return attention_fused(q, k, v, form=form, valid=valid, dropout=dropout)
-    needs_lse = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    if not table.takes(table.CUDNN, call_of(form, q, v, dropout, rows)):
+        return attention_fused(q, k, v, form=form, valid=valid, dropout=dropout, rows=rows)
+    trains = q.requires_grad or k.requires_grad or v.requires_grad
+    needs_lse = rows is not None or (torch.is_grad_enabled() and trains)
     attend = torch.ops.aten._scaled_dot_product_cudnn_attention
-    return attend(q, k, v, None, needs_lse, dropout, form == table.CAUSAL)[0]
+    y, lse, *_ = attend(q, k, v, None, needs_lse, dropout, form == table.CAUSAL)
+    if rows is not None:
+        rows.see_lse(lse.reshape(q.shape[:3]))
+    return y
 
 
 def equal_head_dims(q: Tensor, k: Tensor, v: Tensor) -> EqualHeads:
@@ -185,7 +218,7 @@ def kernel_head_dims(operator: str, like: Tensor, key_dim: int, value_dim: int) 
     return HeadWidths(largest, largest)
 
 
-def call_of(form: str, q: Tensor, v: Tensor, dropout: float) -> table.AttentionCall:
+def call_of(form: str, q: Tensor, v: Tensor, dropout: float, rows: Rows = None) -> table.AttentionCall:
     """Return the description of a call of this form, by which the table finds its kernels."""
     return table.AttentionCall(
         form,
@@ -195,6 +228,7 @@ def call_of(form: str, q: Tensor, v: Tensor, dropout: float) -> table.AttentionC
         capability_of(q),
         dropout=dropout > 0.0,
         repeats=torch.are_deterministic_algorithms_enabled(),
+        statistic="" if rows is None else rows.kind,
     )
 
 

@@ -27,22 +27,26 @@ from megapar.core.device.attention.blocks import (
     block_reference,
 )
 from megapar.core.device.attention.mask import causal_keys
+from megapar.core.device.attention.row_statistic import Rows
 from megapar.core.device.attention.whole import plain_attention
 from megapar.core.device.dtypes import at_least_fp32
 
 
-def attention_window(q: Tensor, k: Tensor, v: Tensor, *, window: int, dropout: float = 0.0) -> Tensor:
+def attention_window(
+    q: Tensor, k: Tensor, v: Tensor, *, window: int, dropout: float = 0.0, rows: Rows = None
+) -> Tensor:
     """Compute causal attention whose position i attends to i - window + 1..i, by fused tiles of window x window.
 
     A GPU without FlashAttention has plain products for tiles. The mask is materialized with dropout only, which the
-    kernel of a CPU lacks. Raises ValueError for a window that hides nothing. Shapes as of ``attention_reference``.
+    kernel of a CPU lacks. ``rows`` counts the log-sum-exps of rows, merged over their tiles. Raises ValueError for a
+    window that hides nothing. Shapes as of ``attention_reference``.
     """
     length = q.shape[2]
     if not 0 < window < length:
         raise ValueError(f"a window of {window} of {length} keys: pass 1 to {length - 1}, or call causal attention")
     if dropout:
-        return plain_attention(q, k, v, causal_keys(length, length, q.device, window=window), dropout)
-    return WindowedAttention.apply(q, k, v, window)
+        return plain_attention(q, k, v, causal_keys(length, length, q.device, window=window), dropout, rows)
+    return WindowedAttention.apply(q, k, v, window, rows)
 
 
 class _Region(NamedTuple):
@@ -99,7 +103,7 @@ class WindowedAttention(torch.autograd.Function):
     """Attention of q [B, N, S, D], k [B, G, S, D], v [B, G, S, V] to [B, N, S, V] in a window of w < S keys."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, window: int, rows: Rows = None) -> Tensor:
         """Compute all tiles and merge them to [B, N, S, V]."""
         forward, wide = block_cpu if q.is_cpu else block_reference, at_least_fp32(q.dtype)
         out = q.new_empty((*q.shape[:3], v.shape[-1]), dtype=wide)
@@ -115,6 +119,8 @@ class WindowedAttention(torch.autograd.Function):
             whole = torch.logaddexp(sums, part_sums)
             merged.mul_((sums - whole).exp_()).add_(part * (part_sums - whole).exp_())
             sums.copy_(whole)
+        if rows is not None:
+            rows.see_lse(lse.squeeze(-1))
         ctx.window = window
         ctx.save_for_backward(q, k, v, out := out.to(q.dtype), lse)
         return out
@@ -134,4 +140,4 @@ class WindowedAttention(torch.autograd.Function):
             for total, part, region in zip(sums, parts, (tile.queries, tile.keys, tile.keys), strict=True):
                 total_view = region.of(total, window)
                 total_view += tile.back(part, region)
-        return *(total.to(q.dtype) for total in sums), None
+        return *(total.to(q.dtype) for total in sums), None, None
