@@ -53,6 +53,7 @@ def plain(text: str) -> str:
     return " ".join(re.sub(r"[-_\s]+", " ", apart).lower().split())
 
 
+@cache
 def names_of(module: str) -> set[str] | None:
     """The names that a module of ours has; None if it is not there."""
     folder = ROOT / module.replace(".", "/")
