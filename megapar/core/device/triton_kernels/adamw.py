@@ -54,9 +54,10 @@ def _update(  # type: ignore[no-untyped-def]
     row = pieces + tl.load(owners + program).to(tl.int64) * _COLUMNS
     start, first_index, numel = tl.load(row + 1), tl.load(row + 2), tl.load(row + 4)
     element = (program - tl.load(row + 3).to(tl.int32)) * BLOCK + tl.arange(0, BLOCK)
-    inside = element < numel.to(tl.int32)
+    end = numel.to(tl.int32)
     if found_inf is not None:
-        inside = inside & (tl.load(found_inf) == 0)
+        end = tl.where(tl.load(found_inf) > 0, 0, end)
+    inside = element < end
     # Where the elements are in memory, and which of the tensor they are.
     place = start + element.to(tl.int64) * tl.load(row + (4 + 2 * _DIMS))
     index = first_index + element.to(tl.int64) * tl.load(row + (4 + 3 * _DIMS))
