@@ -26,7 +26,7 @@ MOST_RUNS = 4096  # counts that every program reads
 MOST_CHOICES = 32  # loads of a program of the sum
 FP8_ROWS = 16  # rows of a product in fp8 are filled up to a multiple of this
 MOST_SCORED = 64  # groups of experts x best experts of each
-ROUTER_ELEMENTS = 1024  # tokens x experts of a program, eight of a thread
+ROUTER_ELEMENTS = 512  # tokens x experts of a program, four of a thread
 
 _USED: set[torch.device] = set()  # decided once per process
 _LIBRARY = torch.library.Library("megapar", "DEF")

@@ -6,18 +6,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 4096
+BLOCK = 2048  # eight elements of a thread
 WARPS = 8
 
 
 @triton.jit
 def _add(total, gradient, N, total_stride, stride, BEGINS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    place = total + tl.program_id(1).to(tl.int64) * total_stride + at
-    x = tl.load(gradient + tl.program_id(1).to(tl.int64) * stride + at, mask=at < N, other=0.0).to(tl.float32)
+    start, piece = tl.program_id(0).to(tl.int64) * BLOCK, tl.program_id(1).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inside, place = at < N - start, total + piece * total_stride + start + at
+    x = tl.load(gradient + piece * stride + start + at, mask=inside, other=0.0).to(tl.float32)
     if not BEGINS:
-        x += tl.load(place, mask=at < N, other=0.0)
-    tl.store(place, x, mask=at < N)
+        x += tl.load(place, mask=inside, other=0.0)
+    tl.store(place, x, mask=inside)
 
 
 def add_gradient(total: Tensor, gradient: Tensor, begins: bool) -> None:
