@@ -30,7 +30,7 @@ NAMES = (
 
 
 def heads(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    draw = torch.Generator().manual_seed(3)
+    draw = torch.Generator().manual_seed(11)  # with it the largest scores are before a window, and in padding
     return [torch.randn(B, n, S, D, generator=draw).mul(3).to(dtype).requires_grad_() for n in (N, G, G)]
 
 
