@@ -272,6 +272,7 @@ class OptimizerOptions:
         choices=("auto", "bf16", "fp32", "fp64"),
         derived="bf16 on an accelerator; on a CPU, and in fp64, that of the master weights",
         other="fp32",
+        undrawn="in fp64, in which cases are compared, it has one value",
     )
     sgd_momentum: float = flag(0.9, "sgd: decay rate of the momentum; 0: none", low=0, high=0.999999)
     lr: float = flag(1e-3, "maximum learning rate", above=0, other=0.02)

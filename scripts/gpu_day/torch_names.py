@@ -34,7 +34,7 @@ OLDEST = "2.11.0"
 # Never run with torch 2.11: files that need the vendor's wheel, and peers that are raced on two CPU cores.
 LEFT_OUT = ("megapar/core/device/ascend.py", "megapar/core/device/npu.py", "benchmarks/throughput/deepspeed_rank.py")
 NCCL = "torch.distributed.ProcessGroupNCCL"
-OWN = "torch.ops.megapar."  # operators that megapar registers
+OWN = "torch.ops.megapar"  # operators that megapar registers
 Names = dict[str, frozenset[str]]  # dotted name -> keywords of its calls
 
 

@@ -184,7 +184,21 @@ class Gpu(Device):
         (3, ("--pp-degree", "3", "--num-layers", "3", "--gradient-merge-acc-step", "3")),
         (4, ("--sharding-degree", "2", "--mp-degree", "2", "--optimizer", "muon")),  # of the ranks of the world
         (4, ("--pp-degree", "2", "--optimizer", "muon", "--num-layers", "2", "--gradient-merge-acc-step", "2")),
-        (8, ("--pp-degree", "2", "--mp-degree", "2", "--optimizer", "muon", "--num-layers", "2")),
+        (
+            8,
+            (
+                "--pp-degree",
+                "2",
+                "--mp-degree",
+                "2",
+                "--optimizer",
+                "muon",
+                "--num-layers",
+                "2",
+                "--gradient-merge-acc-step",
+                "2",
+            ),
+        ),
         (8, ("--pp-degree", "4", "--mp-degree", "2", "--num-layers", "4", "--gradient-merge-acc-step", "4")),
         (
             12,
