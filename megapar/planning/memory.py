@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megapar.core.comm.rounds import axis_ranks, axis_rounds, queue_rounds
+from megapar.core.comm.rounds import axis_rounds, axis_size, queue_rounds
 from megapar.core.device.kinds import COMMUNICATORS
 from megapar.core.sharding.bucket_plan import IN_FLIGHT_BYTES, LEAST_IN_FLIGHT
 from megapar.model.parameter import fp8_flag
@@ -188,7 +188,7 @@ def group_bytes(run: PlannedRun, stage: int) -> int:
     queues = num_queues(run, stage)
     hops = [(axis,) for axis in (BETWEEN, WITHIN) if run.dispatch.node_ranks and link(grid, axis, run.node).ranks > 1]
     rounds = axis_rounds(grid)
-    sizes = [grid.world_size, *(len(axis_ranks(grid, names[0], 0)) for names in rounds if names[0] != "pp")]
+    sizes = [grid.world_size, *(axis_size(grid, names[0]) for names in rounds if names[0] != "pp")]
     stages = [(STAGE,)] if run.with_matrices and grid.stage_ranks > 1 and grid.stage_ranks not in sizes else []
     return kept.of([("world",), *rounds, *hops, *stages], queues, link(grid, "ep", run.node).local - 1)
 

@@ -51,6 +51,11 @@ def axis_rounds(grid: Grid) -> tuple[tuple[str, ...], ...]:
     return tuple(map(tuple, shared.values()))
 
 
+def axis_size(grid: Grid, axis: str) -> int:
+    """Return the number of ranks along a named axis, without a look at the ranks."""
+    return _places(grid, axis)[0]
+
+
 def _places(grid: Grid, axis: str) -> tuple[int, int]:
     """Return (number, stride) of a group's positions among the ranks of a stage, in the order of the expert view."""
     inner, shards = grid.ep * grid.emp, grid.expert_shards
