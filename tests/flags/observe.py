@@ -213,7 +213,7 @@ def _digest(trainer: Trainer) -> str:
     optimizer = job.optimizer
     kept = [
         *(shard.master for shard in job.sharding.master_shards),
-        *(tensor for name in optimizer.states for tensor in optimizer.state(name)),
+        *(tensor for name in optimizer.states for tensor in optimizer.state(name) if tensor is not None),
     ]
     for tensor in (*kept, *job.model.buffers()):
         local = tensor.to_local() if hasattr(tensor, "to_local") else tensor

@@ -210,7 +210,7 @@ TOGETHER: Mapping[str, Shown] = {
     "hysteresis": Shown(base=LOST),
     "fp8": Shown(base=WIDE),
     "fp8_experts": Shown(base={**WIDE, "fp8": True, "moe_ffn_hidden_size": 16, "moe_shared_experts": 0}),
-    "attention_backend": Shown("refused"),
+    "attention_backend apex": Shown("refused"),
     "compile": Shown("host"),
     "manual_gc": Shown("host", needs={"manual_gc_interval": 1}),
     "manual_gc_interval": Shown("host", {"manual_gc": "on"}),
