@@ -326,6 +326,17 @@ class OptimizerOptions:
     exp_avg_sq_dtype: str = flag(
         "fp32", "AdamW: dtype of the second moment, as --exp-avg-dtype", choices=("fp32", "bf16")
     )
+    main_grads_dtype: str = flag(
+        "fp32",
+        "AdamW: dtype in which gradients are summed and kept until the update; fp32: that of the master weights",
+        choices=("fp32", "bf16"),
+        role=roles.PRECISION,
+    )
+    store_param_remainders: bool = flag(
+        False,
+        "AdamW: keep master weights as bf16 weights, rounded half up, and the 16 bits that these lack",
+        role=roles.PRECISION,
+    )
     override_opt_param_scheduler: bool = flag(
         False, "use the learning rate schedule of the flags instead of the checkpoint's", undrawn="is about checkpoints"
     )

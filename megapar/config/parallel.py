@@ -197,7 +197,12 @@ class ShardingOptions:
         derived="on if allowed",
     )
     grad_reduce_dtype: str = flag(
-        "fp32", "dtype of the gradient reduction", choices=("fp32", "bf16"), role=roles.PRECISION
+        None,
+        "dtype of the gradient reduction; fp32: that of the master weights",
+        choices=("fp32", "bf16"),
+        derived="that of --main-grads-dtype",
+        role=roles.PRECISION,
+        other="bf16",
     )
     optimizer_offload: bool = flag(False, "keep optimizer state and master weights in pinned host memory")
 

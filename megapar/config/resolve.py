@@ -150,6 +150,7 @@ DERIVATIONS: tuple[Derivation, ...] = (
         lambda steps, micro, data_ranks: steps * micro * data_ranks,
     ),
     Derivation("sharding_segment_strategy", ("given", "segment_anchors"), _strategy, settled=True),
+    Derivation("grad_reduce_dtype", ("main_grads_dtype",), lambda dtype: dtype),
     Derivation("gradient_merge_mode", ("sharding_stage",), lambda stage: "step" if stage == 1 else "micro_batch"),
     Derivation("overlap_grad_reduce", ("ampipe_degree", "strict_seed_rules"), _overlap, open=("auto",)),
     Derivation("overlap_param_gather", ("ampipe_degree", "strict_seed_rules"), _overlap, open=("auto",)),

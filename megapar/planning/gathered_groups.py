@@ -59,6 +59,7 @@ class StageBucket:
     Attributes:
         row: Elements of one shard.
         item: Bytes of an element of its parameters.
+        main: Bytes of an element of its main gradient.
         replicated: It has replicas over dp (hybrid sharding).
         cast: The master weights are cast into a buffer, which is gathered or copied to the parameters.
     """
@@ -66,6 +67,7 @@ class StageBucket:
     row: int
     shards: int
     item: int
+    main: int
     replicated: bool
     cast: bool
 
@@ -91,7 +93,7 @@ def _bucket(run: PlannedRun, rows: Sequence[ParameterSpec]) -> StageBucket:
     # Where one rank keeps all master weights, parameters are cast where they lie, unless one leaves the next unaligned.
     odd = item != wide and not all(keeps_aligned(run.local_numel(row), item) for row in rows)
     row = sum(run.row_numel(row) for row in rows)
-    return StageBucket(row, shards, item, run.replicas(first) > 1, shards > 1 or odd)
+    return StageBucket(row, shards, item, run.main_bytes(first), run.replicas(first) > 1, shards > 1 or odd)
 
 
 def _make_groups(run: PlannedRun, stage: int) -> list[GatheredGroup]:

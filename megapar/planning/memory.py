@@ -9,7 +9,7 @@ Memory can peak at only a few moments of a step, and each is a sum:
     update      Muon puts matrices together
     gather      the optimizer is done: new parameters are gathered
 
-Main gradients are kept in flat buffers of the master weights' dtype over all micro-batches (stage 1), or pass through
+Main gradients are kept in flat buffers of their dtype over all micro-batches (stage 1), or pass through
 buffers of the reduction's dtype (stage 2). torch has no caching allocator on a CPU, so communication buffers are kept
 for the next step (``core/comm/buffers.py``), and a reduce-scatter needs a buffer for its result.
 
@@ -215,14 +215,15 @@ def _state(run: PlannedRun, stage: int, kept: Activations) -> _State:
         left = left or (stage_three and not full)
         aliased = shards == 1 and item == w and not full
         parameters += row * w if full else local * (item + FP8_BYTES * run.in_fp8(fp8_flag(spec)))
-        masters += 0.0 if aliased or full else row * w
+        main = run.main_bytes(spec)
+        masters += 0.0 if aliased or full else row * run.master_bytes(spec)
         states += run.state_bytes(spec) * row
         travels = sharding.gradient_merge_mode == "micro_batch" and shards > 1
-        whole += 0.0 if full else row * shards * (reduce if travels else w)
-        alone += row * w if shards == 1 and not full else 0.0
+        whole += 0.0 if full else row * shards * (reduce if travels else main)
+        alone += row * main if shards == 1 and not full else 0.0
         if shards > 1 or full:
-            row_bytes += row * w
-            if reduce < w and not full and not travels:
+            row_bytes += row * main
+            if reduce < main and not full and not travels:
                 scratch += row * shards * reduce
     for other in stages_held(run, stage)[1:]:
         trained = (spec for spec in run.rows(other) if spec.trainable)
@@ -244,9 +245,16 @@ def _state(run: PlannedRun, stage: int, kept: Activations) -> _State:
 
 
 def _gathered(run: PlannedRun, stage: int) -> float:
-    """Return the bytes of gathered parameters and of this rank's shards of them (stages 1 and 2)."""
-    sizes = [bucket.row * (bucket.shards + 1) * bucket.item * bucket.cast for bucket in buckets_of(run, stage)]
-    return _largest(sizes, run.config.sharding.sharding_prefetch_segments + 1)
+    """Return the bytes of gathered parameters and of this rank's shards of them (stages 1 and 2).
+
+    With remainders an update writes all of this rank's shards before the first is gathered.
+    """
+    cast = [bucket for bucket in buckets_of(run, stage) if bucket.cast]
+    ahead = run.config.sharding.sharding_prefetch_segments + 1
+    if run.config.optimizer.store_param_remainders:
+        rows = sum(bucket.row * bucket.item for bucket in cast)
+        return rows + _largest([bucket.whole * bucket.item for bucket in cast], ahead)
+    return _largest([(bucket.whole + bucket.row) * bucket.item for bucket in cast], ahead)
 
 
 def kept_buffers(run: PlannedRun, buckets: Sequence[StageBucket]) -> int:
@@ -255,22 +263,23 @@ def kept_buffers(run: PlannedRun, buckets: Sequence[StageBucket]) -> int:
     Of each size there are as many as reductions use at once. Gathers, which a save lets run all at once, have buffers
     beside those: for the segments that are gathered ahead, and where there are more segments than other buffers.
     """
-    sharding, wide, reduced = run.config.sharding, run.view.wide_bytes, run.reduce_bytes
+    sharding, reduced = run.config.sharding, run.reduce_bytes
     each = sharding.gradient_merge_mode == "micro_batch"
-    main = reduced if each else wide
     cut = [bucket for bucket in buckets if bucket.shards > 1]
     wholes, rows = Counter[int](), Counter[int]()
     for in_flight in _in_flight(cut, reduced):
         accumulated = in_flight if each or run.micro_batches == 1 else cut
-        messages = [bucket.whole * reduced for bucket in in_flight] * (1 if main == reduced else 2)
-        wholes |= Counter([*messages, *(bucket.whole * main for bucket in accumulated)])
-        if reduced < wide or (each and run.micro_batches > 1):
-            rows |= Counter(bucket.row * reduced for bucket in in_flight)
+        messages = [bucket.whole * reduced for bucket in in_flight]
+        messages += [bucket.whole * reduced for bucket in in_flight if not each and bucket.main != reduced]
+        wholes |= Counter([*messages, *(bucket.whole * (reduced if each else bucket.main) for bucket in accumulated)])
+        added = each and run.micro_batches > 1
+        rows |= Counter(bucket.row * reduced for bucket in in_flight if added or reduced < bucket.main)
     ahead = sharding.sharding_prefetch_segments if sharding.overlap_param_gather != "off" else 0
     gathered = _largest([bucket.whole * bucket.item for bucket in cut], max(ahead + 1, len(cut) - wholes.total()))
     casts = [bucket.row * bucket.item for bucket in buckets if bucket.cast]
-    gathered += _largest(casts, max(ahead + 1, len(casts) - rows.total()))
-    gradients = sum(bucket.row * wide for bucket in buckets)
+    updated = len(casts) if run.config.optimizer.store_param_remainders else ahead + 1
+    gathered += _largest(casts, max(updated, len(casts) - rows.total()))
+    gradients = sum(bucket.row * bucket.main for bucket in buckets)
     return gradients + gathered + sum(size * count for size, count in (*wholes.items(), *rows.items()))
 
 

@@ -217,6 +217,16 @@ class PlannedRun:
         wide = self.view.wide_bytes
         return wide if wide > 4 else ITEM_BYTES[self.config.sharding.grad_reduce_dtype]
 
+    def main_bytes(self, row: ParameterSpec) -> int:
+        """Return the bytes of an element of a parameter's main gradient."""
+        narrow = self.config.optimizer.main_grads_dtype == "bf16" and not row.fp32
+        return ITEM_BYTES["bf16"] if narrow else self.view.wide_bytes
+
+    def master_bytes(self, row: ParameterSpec) -> int:
+        """Return the bytes of an element of a parameter's master weights, or of its remainders."""
+        narrow = self.config.optimizer.store_param_remainders and not row.fp32
+        return ITEM_BYTES["bf16"] if narrow else self.view.wide_bytes
+
     def state_bytes(self, row: ParameterSpec) -> int:
         """Return the bytes of optimizer state for each master weight of a parameter."""
         return self.view.wide_bytes if row.matrix else self._other_bytes  # a matrix has its momentum

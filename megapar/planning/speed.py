@@ -239,7 +239,9 @@ class Clock:
         for row, count in run.distinct_rows(stage):
             if row.trainable:
                 states, elements = run.state_bytes(row), run.row_numel(row) * count
-                moved += elements * (_MATRIX_UPDATE * wide if row.matrix else 3 * wide + 2 * states)
+                # Remainders are read and written beside the weights: in all as many bytes as masters.
+                plain = 2 * wide + run.main_bytes(row) + 2 * states
+                moved += elements * (_MATRIX_UPDATE * wide if row.matrix else plain)
                 kept += elements * (wide + states)
         update = self._time.moved(moved)
         if not run.config.sharding.optimizer_offload:

@@ -49,7 +49,68 @@ def _moments(other: str, reads: str, when: Test, why: str, failing: str, **more:
     )
 
 
+def _two_bytes(other: str, reads: str, legal: Test, why: str, failing: str) -> Rule:
+    """Build the row that refuses gradients in bf16, and remainders, beside another flag, with the reason."""
+    return _row(
+        id=f"not-built-two-bytes-{other}",
+        reads=(reads, "main_grads_dtype", "store_param_remainders"),
+        when=lambda f: f.main_grads_dtype == "bf16" or f.store_param_remainders,
+        requires=legal,
+        message=f"--main-grads-dtype bf16 and --store-param-remainders {why}",
+        fix="Leave them out, or the other flag.",
+        failing=f"{failing} --dtype bf16 --main-grads-dtype bf16",
+    )
+
+
+def _remainders(other: str, reads: str, legal: Test, why: str, failing: str) -> Rule:
+    """Build the row that refuses remainders beside another flag of decoders, with the reason."""
+    return _expert_row(
+        id=f"not-built-remainders-{other}",
+        reads=(reads, "store_param_remainders"),
+        when=lambda f: f.store_param_remainders,
+        requires=legal,
+        message=f"--store-param-remainders keeps master weights in two parts, but {why}",
+        fix="Leave one of them out.",
+        failing=f"{failing} --dtype bf16 --store-param-remainders",
+    )
+
+
 RULES: tuple[Rule, ...] = (
+    _two_bytes(
+        "optimizer",
+        "optimizer",
+        lambda f: f.optimizer == "adamw",
+        "are read by the update of AdamW alone",
+        "--optimizer sgd",
+    ),
+    _two_bytes(
+        "offload",
+        "optimizer_offload",
+        lambda f: not f.optimizer_offload,
+        "are read on the device; --optimizer-offload copies master weights and gradients of one dtype",
+        "--optimizer-offload",
+    ),
+    _two_bytes(
+        "stage-3",
+        "sharding_stage",
+        lambda f: f.sharding_stage < 3,
+        "are for the buckets of stages 1 and 2; at --sharding-stage 3 torch's FSDP2 keeps parameters and gradients",
+        "--sharding-stage 3",
+    ),
+    _remainders(
+        "qk-clip",
+        "qk_clip_threshold",
+        lambda f: not f.qk_clip_threshold,
+        "--qk-clip-threshold scales them whole",
+        "--qk-clip-threshold 100",
+    ),
+    _remainders(
+        "rebalance",
+        "moe_rebalance_interval",
+        lambda f: not f.moe_rebalance_interval,
+        "--moe-rebalance-interval moves rows of them whole",
+        "--world-size 2 --ep-degree 2 --num-experts 4 --moe-rebalance-interval 100",
+    ),
     _moments(
         "muon",
         "optimizer",

@@ -286,11 +286,16 @@ RULES: tuple[Rule, ...] = (
     ),
     _row(
         id="apex-moments",
-        reads=("apex", "exp_avg_dtype", "exp_avg_sq_dtype"),
+        reads=("apex", "exp_avg_dtype", "exp_avg_sq_dtype", "main_grads_dtype", "store_param_remainders"),
         when=lambda f: f.apex,
-        requires=lambda f: f.exp_avg_dtype == f.exp_avg_sq_dtype == "fp32",
-        message="apex's FusedAdam keeps moments in fp32, unlike --exp-avg-dtype bf16 and --exp-avg-sq-dtype bf16",
-        fix="Leave --apex out, or keep the moments in fp32.",
+        requires=lambda f: (
+            f.exp_avg_dtype == f.exp_avg_sq_dtype == f.main_grads_dtype == "fp32" and not f.store_param_remainders
+        ),
+        message=(
+            "the kernels of NVIDIA apex keep moments, gradients and master weights in fp32, unlike --exp-avg-dtype "
+            "bf16, --exp-avg-sq-dtype bf16, --main-grads-dtype bf16 and --store-param-remainders"
+        ),
+        fix="Leave --apex out, or keep all of them in fp32.",
         passing="--apex --exp-avg-dtype fp32",
         failing="--apex --exp-avg-dtype bf16",
     ),

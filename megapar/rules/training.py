@@ -110,6 +110,29 @@ RULES: tuple[Rule, ...] = (
         failing="--grad-reduce-dtype bf16 --dtype fp64",
     ),
     _sharding_row(
+        id="two-byte-dtype",
+        reads=("main_grads_dtype", "store_param_remainders", "dtype"),
+        when=lambda f: f.main_grads_dtype == "bf16" or f.store_param_remainders,
+        requires=lambda f: f.dtype == "bf16",
+        message=(
+            "--main-grads-dtype bf16 and --store-param-remainders are for weights in bf16, whose gradients are bf16, "
+            "and which are the upper half of their master weights"
+        ),
+        fix="Add --dtype bf16, or leave them out.",
+        passing="--store-param-remainders --main-grads-dtype bf16 --dtype bf16",
+        failing="--store-param-remainders --dtype fp32",
+    ),
+    _sharding_row(
+        id="main-grads-reduce",
+        reads=("main_grads_dtype", "grad_reduce_dtype"),
+        when=lambda f: f.main_grads_dtype == "bf16",
+        requires=lambda f: f.grad_reduce_dtype == "bf16",
+        message="--grad-reduce-dtype fp32 would send gradients of --main-grads-dtype bf16 in twice the bytes",
+        fix="Leave --grad-reduce-dtype out, or keep the gradients in fp32.",
+        passing="--main-grads-dtype bf16 --grad-reduce-dtype bf16 --dtype bf16",
+        failing="--main-grads-dtype bf16 --grad-reduce-dtype fp32 --dtype bf16",
+    ),
+    _sharding_row(
         id="reduce-dtype-adds",
         reads=("grad_reduce_dtype", "sharding_stage", "gradient_merge_mode", "gradient_merge_acc_step", "hybrid_dp"),
         when=lambda f: f.grad_reduce_dtype == "bf16" and f.sharding_stage == 3,

@@ -231,7 +231,7 @@ def _device(backend: str) -> Device:
 
 def _parameters(trainer: Trainer, whole: Whole) -> dict[str, Tensor]:
     job = trainer.job
-    masters = [shard.master for shard in job.sharding.master_shards]
+    masters = [shard.values for shard in job.sharding.master_shards]
     buffers = collect_buffers(trainer.world, job.table, dict(job.model.named_buffers()), masters[0].dtype)
     return whole.of(masters) | {name: value.clone().cpu() for name, value in buffers}
 

@@ -216,6 +216,8 @@ TOGETHER: Mapping[str, Shown] = {
     "manual_gc_interval": Shown("host", {"manual_gc": "on"}),
     "lr weight_decay clip_grad adam_beta1 adam_beta2 adam_eps": Shown("weights"),
     "exp_avg_dtype exp_avg_sq_dtype": Shown(base=STEPS),
+    "main_grads_dtype": Shown("sent", {"dtype": "bf16"}, world=2),
+    "store_param_remainders": Shown("weights", {"dtype": "bf16"}),
     "optimizer": Shown("weights", {"adam_eps": None}),
     "qk_clip_threshold": Shown("weights"),
     "qk_clip_statistic": Shown("weights", {"qk_clip_threshold": 0.1, "use_flash_attn": False}),

@@ -80,6 +80,13 @@ PROOFS: dict[str, Proof] = {
         argument="rows of the DTensors of FSDP2 would have to be moved, which is not built"
     ),
     "not-built-offload-rebalance": Proof(argument="the guard of offloaded state would take the moved rows for a fault"),
+    "two-byte-dtype": Proof(argument="no gradient and no weight is bf16, so that nothing would have two bytes"),
+    "main-grads-reduce": Proof(argument="messages would have fp32's bytes and bf16's precision"),
+    "not-built-two-bytes-optimizer": Proof(argument="torch's kernel of SGD takes gradients of the masters' dtype"),
+    "not-built-two-bytes-offload": Proof(argument="gradients of another dtype would be copied as the masters'"),
+    "not-built-two-bytes-stage-3": Proof(argument="FSDP2's parameters and gradients would stay in fp32"),
+    "not-built-remainders-qk-clip": Proof(argument="factors would be applied to remainders"),
+    "not-built-remainders-rebalance": Proof(argument="an expert's remainders would move without its weights"),
     "not-built-bf16-moments-muon": Proof(argument="moments would stay in fp32 beside a flag that says bf16"),
     "not-built-bf16-moments-offload": Proof(argument="states of two dtypes would share memory of one"),
     "not-built-bf16-moments-rebalance": Proof(

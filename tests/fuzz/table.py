@@ -591,6 +591,8 @@ SLICES = of_layout(
 
 OTHERS = of_layout(
     Option("grad_reduce_dtype", legal.reduce_dtypes, wild=("bf16",)),
+    Option("main_grads_dtype", (None, "bf16"), when=legal.has_two_bytes, wild=("bf16",)),
+    Option("store_param_remainders", (None, True), when=legal.splits_masters, wild=(True,)),
     # Minutes of a compiler, where everything else is seconds.
     Option(
         "compile",

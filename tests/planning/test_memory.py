@@ -44,7 +44,9 @@ FULL, SELECTIVE = ("--recompute-interval", "1"), ("--recompute-granularity", "se
 PARTITION, OFFLOAD = ("--recompute-partition",), ("--recompute-offload",)
 STAGE_THREE, ONE_SEGMENT = ("--sharding-stage", "3"), ("--segment-broadcast-MB", "1000")
 WIDE, SGD = ("--hidden-size", "1024"), ("--optimizer", "sgd")
+GRADIENTS, REMAINDERS = ("--main-grads-dtype", "bf16"), ("--store-param-remainders",)
 TWO_BYTES = ("--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16")
+NARROW = (*GRADIENTS, *REMAINDERS, *TWO_BYTES)
 PAIRS = ("--num-layers", "6", "--segment-anchors", "layers.2", "layers.4")
 OVERLAP, CROSS = (*AMPIPE, "--ampipe-tp-sp-comm-overlap"), ("--ampipe-cross-layer",)
 PIECES = ("--use-pipe-experts", "--pipe-experts-multi-data", "2")
@@ -76,6 +78,9 @@ ROWS: dict[str, tuple[int, int, int, tuple[str, ...]]] = {
     "one wide layer 1k, sgd, stage 3": (1, 4, 0, (*DENSE, *WIDE, *SGD, *STAGE_THREE, *ONE_LAYER)),
     "dense 1k, sgd without momentum": (1, 1, 0, (*DENSE, *WIDE, *SGD, "--sgd-momentum", "0")),
     "dense 1k, moments in bf16": (1, 1, 0, (*DENSE, *WIDE, *TWO_BYTES)),
+    "dense 1k, gradients in bf16": (1, 2, 0, (*DENSE, *WIDE, *GRADIENTS, *TWO_BATCHES)),
+    "dense 1k, two bytes of everything": (1, 1, 0, (*DENSE, *WIDE, *NARROW)),
+    "routed 1k, two bytes of everything, stage 2": (1, 4, 1, (*ROUTED, *NARROW, "--sharding-stage", "2", *TWO_BATCHES)),
     "wide layer 1k, a bf16 moment, stage 3": (1, 4, 0, (*DENSE, *WIDE, *TWO_BYTES[2:], *STAGE_THREE, *ONE_LAYER)),
     "gpt 32k": (32, 1, 0, GPT),
     "gpt 32k, full": (32, 1, 0, (*GPT, *FULL)),
@@ -212,6 +217,20 @@ def test_a_moment_in_bf16_takes_half() -> None:
     assert (first, second, both) == (whole * 5 // 6, whole * 5 // 6, whole * 2 // 3)
     seconds = [plan.speed.optimizer_seconds for plan in plans]
     assert seconds[0] > seconds[1] == seconds[2] > seconds[3]
+
+
+def test_an_8b_model_fits_16_gpus_where_its_gradients_have_two_bytes() -> None:
+    """As Megatron-Bridge runs it: nothing recomputed, and several micro-batches in a step."""
+    line = ["--config", "configs/qwen3-8b.yaml", "--world-size", "16", "--mp-degree", "1", "--no-sequence-parallel"]
+    line += ["--sharding-degree", "16", "--seq-length", "4096", "--global-batch-size", "32", "--validate-only"]
+    plans = [Plan(parse("moe", [*line, *flags], {}), device_kind("h100-80g")) for flags in ((), GRADIENTS, NARROW)]
+    wide, narrow, narrowest = (plan.memory[0] for plan in plans)
+    assert (narrow.gradients, narrowest.optimizer) == (wide.gradients / 2, wide.optimizer / 2)
+    assert wide.reserved > 75 * 2**30
+    assert narrow.reserved < 64 * 2**30
+    assert narrowest.reserved < 61 * 2**30
+    seconds = [plan.speed.optimizer_seconds for plan in plans]
+    assert seconds[0] > seconds[1] > seconds[2]
 
 
 def test_host_memory_holds_offloaded_inputs_of_all_micro_batches_in_flight() -> None:

@@ -35,12 +35,18 @@ class BuiltKernel:
         signature: Argument -> type in Triton's notation, without the constants.
         constants: Compile-time constants; None for an argument that is not given.
         warps: Warps of a block. A warp has 32 threads on an NVIDIA GPU, 64 on an AMD Instinct.
+        fuses: Products and sums may be one operation, which rounds once.
     """
 
     function: Any
     signature: Mapping[str, str]
     constants: Mapping[str, float | None]
     warps: int
+    fuses: bool = True
+
+    def ptx(self, capability: int) -> str:
+        """Compile for ``capability`` and return the instructions, in NVIDIA's notation."""
+        return str(self._compiled("cuda", capability, 32).asm["ptx"])
 
     def resources(self, capability: int) -> Resources:
         """Compile for ``capability`` (90 for Hopper) and return what NVIDIA's assembler says of the result."""
@@ -72,4 +78,4 @@ class BuiltKernel:
         signature = {**self.signature, **dict.fromkeys(self.constants, "constexpr")}
         source = triton.compiler.ASTSource(self.function, signature, constexprs=dict(self.constants))
         target = GPUTarget(backend, architecture, warp)
-        return triton.compile(source, target=target, options={"num_warps": self.warps})
+        return triton.compile(source, target=target, options={"num_warps": self.warps, "enable_fp_fusion": self.fuses})

@@ -72,7 +72,7 @@ def export(config: Config, job: Job, tokenizer: Tokenizer | None) -> Path | None
 
 
 def _whole(job: Job) -> Iterator[tuple[str, Tensor]]:
-    masters = [shard.master for shard in job.sharding.master_shards]
+    masters = [shard.values for shard in job.sharding.master_shards]
     yield from collect_all(job.world, job.table, job.sharding, masters)
     yield from collect_buffers(job.world, job.table, dict(job.model.named_buffers()), masters[0].dtype)
 

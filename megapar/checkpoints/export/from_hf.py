@@ -22,6 +22,7 @@ from megapar.checkpoints.save_load.planner import GlobalPlan
 from megapar.checkpoints.save_load.storage import write_layout
 from megapar.config.published import BESIDE, Unsupported, architecture_of, flags_of, has_tokenizer, read_config
 from megapar.core.box import Box
+from megapar.core.sharding.sharding import changed_masters
 from megapar.errors import CheckpointError
 from megapar.files.location import Location, Place, at, copy
 from megapar.files.tensor_file import INDEX_FILE
@@ -231,10 +232,11 @@ def load_hf(folder: Place, job: Job) -> tuple[str, ...]:
         separate |= {*architecture.shared}  # copies that belong to a block which is not trained
     weights.check_tied(architecture, separate, job.world.rank, job.world.grid.world_size)
     rows = {spec.name: spec for spec in job.table}
-    for view in job.sharding.views([shard.master for shard in job.sharding.master_shards]):
-        spec = rows[view.spec.name]
-        if weights.holds(spec, architecture):
-            weights.fill(view.tensor, spec, view.box, architecture)
+    with changed_masters(job.sharding) as masters:
+        for view in job.sharding.views(masters):
+            spec = rows[view.spec.name]
+            if weights.holds(spec, architecture):
+                weights.fill(view.tensor, spec, view.box, architecture)
     buffers = dict(job.model.named_buffers())
     for spec in job.table:
         # A pipeline stage has only the buffers of its layers.

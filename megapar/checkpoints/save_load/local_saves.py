@@ -67,7 +67,8 @@ class LocalSaves:
 
     def load(self, checkpoint: LocalCheckpoint) -> dict[str, Any]:
         """Fill master weights and optimizer state from a local checkpoint. Returns its scalars."""
-        return self.local.load(checkpoint, state.shards(self._job))
+        with state.filled_shards(self._job) as shards:
+            return self.local.load(checkpoint, shards)
 
     def remove(self) -> None:
         """Remove all local checkpoints, after a complete run."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megapar.checkpoints.format.names import stored_schedule
@@ -19,6 +21,7 @@ from megapar.core.box import Box
 from megapar.core.comm import json_messages as messages
 from megapar.core.optimizer.loss_scale import LossScale
 from megapar.core.sharding.cut import is_primary, is_speaker
+from megapar.core.sharding.sharding import changed_masters
 from megapar.errors import CheckpointMismatchError
 from megapar.files.location import Location
 from megapar.model.facts import differences
@@ -27,9 +30,9 @@ from megapar.training.step.progress import Progress
 from megapar.training.step.schedules import another_schedule
 
 
-def weights(job: Job) -> dict[str, Shard]:
-    """Return the shards of the master weights and of the router's correction biases."""
-    state = _shards(job, "model", [shard.master for shard in job.sharding.master_shards])
+def weights(job: Job, masters: Sequence[Tensor]) -> dict[str, Shard]:
+    """Return the shards of the master weights, of the values ``masters``, and of the router's correction biases."""
+    state = _shards(job, "model", masters)
     buffers = dict(job.model.named_buffers())
     for spec in job.table:
         if not spec.trainable and spec.name in buffers:
@@ -49,8 +52,15 @@ def optimizer_states(job: Job) -> dict[str, Shard]:
 
 
 def shards(job: Job) -> dict[str, Shard]:
-    """Return the shards of weights and optimizer states."""
-    return {**weights(job), **optimizer_states(job)}
+    """Return the shards of weights and optimizer states, to save them."""
+    return {**weights(job, [shard.values for shard in job.sharding.master_shards]), **optimizer_states(job)}
+
+
+@contextmanager
+def filled_shards(job: Job, *, optimizer: bool = True) -> Iterator[dict[str, Shard]]:
+    """Yield the shards of weights, and of optimizer states if asked for, for the block to fill."""
+    with changed_masters(job.sharding) as masters:
+        yield {**weights(job, masters), **(optimizer_states(job) if optimizer else {})}
 
 
 def _shards(job: Job, prefix: str, tensors: Sequence[Any], *, casts: bool = False) -> dict[str, Shard]:
@@ -123,27 +133,26 @@ def load(
         loss_scale: The loss scaling of fp16. None without it.
     """
     group = job.world.axis("world").group
-    layout, targets = collective_io.first_read_layout(folder, group), weights(job)
+    layout = collective_io.first_read_layout(folder, group)
     stored_states = {name.split("/")[1] for name in layout.tensors if name.startswith("optimizer/")}
     if not stored_states and not _has_schedule(folder, group):
         options = replace(options, finetune=True)
     fit = match_model(layout.model, job.sizes.facts(), weights_only=options.finetune)
     initial = _stored_names(fit.initial)
-    targets = {name: shard for name, shard in targets.items() if not name.startswith(initial)}
     with_optimizer = options.optimizer and not options.finetune
     if with_optimizer:
         other = another_optimizer(flags_of_states(stored_states), flags_of_states(job.optimizer.states))
         if other is not None:
             raise CheckpointMismatchError(f"{folder} {other[0]}. {other[1]}")
-        targets |= optimizer_states(job)
-    saved = collective_io.load(
-        folder,
-        targets,
-        expect_model=partial(differences, expected=fit.facts),
-        ignore=() if with_optimizer else ("optimizer/", *_stored_names(fit.dropped)),
-        verify=options.verify,
-        group=group,
-    )
+    with filled_shards(job, optimizer=with_optimizer) as targets:
+        saved = collective_io.load(
+            folder,
+            {name: shard for name, shard in targets.items() if not name.startswith(initial)},
+            expect_model=partial(differences, expected=fit.facts),
+            ignore=() if with_optimizer else ("optimizer/", *_stored_names(fit.dropped)),
+            verify=options.verify,
+            group=group,
+        )
     loaded = restore_scalars(folder, saved, job, progress, schedule, options, loss_scale)
     return replace(loaded, initial=tuple(block.name for block in fit.initial))
 

@@ -207,18 +207,18 @@ def sum_message(
 
 
 def update_adamw(
-    tensors: Sequence[Tensor],
+    tensors: Sequence[Tensor | None],
     given: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
     table: tuple[Tensor, Tensor],
 ) -> None:
-    """Change master and moments of a shard in place, as ``adamw.adamw_reference``.
+    """Change master, moments and weights of a shard in place, as ``adamw.adamw_reference``.
 
     Args:
-        tensors: Master, gradient and moments.
+        tensors: ``adamw.Tensors``.
         given: ``AdamWStep.update``, ``numbers``, ``found_inf`` and ``grad_scale``.
         table: The shard's ``PieceTable``.
     """
-    integers = (x.view(torch.int16) if x.dtype == torch.bfloat16 else x for x in tensors)
+    integers = (x.view(torch.int16) if x is not None and x.dtype == torch.bfloat16 else x for x in tensors)
     torch.ops.megapar.update_adamw(*integers, *given, *table)
 
 
@@ -436,7 +436,7 @@ _register(
 _register("gradients", "add_gradient(Tensor(a!) total, Tensor gradient, bool begins) -> ()", _in_place)
 _register(
     "adamw",
-    "update_adamw(Tensor(a!) master, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor update, "
-    "Tensor numbers, Tensor? found_inf, Tensor? grad_scale, Tensor pieces, Tensor owners) -> ()",
+    "update_adamw(Tensor(a!) master, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!)? weights, "
+    "Tensor update, Tensor numbers, Tensor? found_inf, Tensor? grad_scale, Tensor pieces, Tensor owners) -> ()",
     _in_place,
 )

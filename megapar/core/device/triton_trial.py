@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib.util import find_spec
+from itertools import product
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from megapar.core.device import expert_rows, fp8
 from megapar.core.device import triton_operators as kernels
 from megapar.core.device.adamw import AdamWStep, adamw_reference
 from megapar.core.device.layer_ops import cross_entropy_reference, swiglu_reference
+from megapar.core.device.remainders import split_master
 from megapar.core.device.rotary import rotary_heads_reference
 from megapar.core.device.tensor_piece import ShardPieces, TensorPiece
 
@@ -65,7 +67,7 @@ def _of_expert_rows(device: torch.device, random: torch.Generator) -> dict[str, 
 
 
 def _of_adamw(device: torch.device, random: torch.Generator) -> list[tuple[Tensor, Tensor]]:
-    """Return master and moments of a shard after an update, and those of the reference."""
+    """Return what an update changes of a shard, whose master is split or not, and what the reference does."""
     pieces = ShardPieces(
         (TensorPiece(7, 0, (700,), (1,), 5, (1,)), TensorPiece(9, 704, (3, 60), (64, 1), 1 << 33, (90, 1)))
     )
@@ -73,14 +75,15 @@ def _of_adamw(device: torch.device, random: torch.Generator) -> list[tuple[Tenso
     numbers = torch.tensor([1e-2, 0.2, 0.9, 0.1, 0.95, 0.05, 1e-8, 0.99]).to(device)
     step = AdamWStep(torch.tensor(3).to(device), numbers, None, torch.tensor(2.0).to(device))
     results = []
-    for by_kernel in (True, False):
-        tensors = master.clone(), grad, first.bfloat16(), second.square().bfloat16()
+    for by_kernel, splits in product((True, False), repeat=2):
+        weights, stored = split_master(master) if splits else (None, master.clone())
+        tensors = stored, grad.bfloat16() if splits else grad, first.bfloat16(), second.square().bfloat16(), weights
         if by_kernel:
             kernels.update_adamw(tensors, (step.update, numbers, None, step.grad_scale), pieces.table(device))
         else:
             adamw_reference(tensors, pieces, step)
-        results.append((tensors[0], *tensors[2:]))
-    return list(zip(*results, strict=True))
+        results += [stored.float(), *tensors[2:4], *(() if weights is None else (weights,))]
+    return list(zip(results[: len(results) // 2], results[len(results) // 2 :], strict=True))
 
 
 def _of_fp8(device: torch.device, random: torch.Generator) -> dict[str, list[tuple[Tensor, Tensor]]]:

@@ -43,7 +43,7 @@ def global_norm(
     """
     grads = [shard.grad for shard in shards if shard.counted and shard.grad is not None and shard.grad.numel()]
     made = next((shard.grad for shard in shards if shard.grad is not None), shards[0].master)
-    device, dtype = made.device, shards[0].master.dtype
+    device, dtype = made.device, shards[0].dtype
     exact = exact and widest(device) == torch.float64
     numbers = 1 + len(besides)
     total = torch.zeros(numbers + len(exact_sum.UNITS) * exact, dtype=widest(device), device=device)
@@ -55,7 +55,7 @@ def global_norm(
     if exact:
         grads = [part for shard in shards if shard.counted for part in _parts(shard)]
     if grads:
-        squares = torch.stack(_norms(grads)).to(total.dtype).square_()
+        squares = torch.stack(_norms(grads, dtype)).to(total.dtype).square_()
         if exact:
             total[numbers:] = exact_sum.parts(squares)
         else:
@@ -79,21 +79,28 @@ def _parts(shard: MasterShard) -> Sequence[Tensor]:
     return shard.grad.split(list(shard.parts)) if shard.parts else (shard.grad,)
 
 
-def _norms(grads: Sequence[Tensor]) -> list[Tensor]:
+def _norms(grads: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """Return the 2-norms of tensors or, on a CPU, of their whole rows of ``CPU_ROW`` elements and the rests.
 
-    A plain reduction takes a tensor of any size at once, a multi-tensor norm many small ones. A CPU adds in the dtype
-    of the tensor, so that the norm of a long one would depend on its length: in fp32 64 M elements lose 0.5 %.
+    A plain reduction takes a tensor of any size at once, a multi-tensor norm many small ones. A CPU adds in ``dtype``,
+    so that the norm of a long one would depend on its length: in fp32 64 M elements lose 0.5 %.
     """
+
+    def widened(grad: Tensor) -> torch.dtype | None:
+        return None if grad.dtype == dtype else dtype
+
     rows = []
     if grads[0].device.type == "cpu":
         cuts = [grad.reshape(-1).tensor_split([grad.numel() // CPU_ROW * CPU_ROW]) for grad in grads]
-        rows = [torch.linalg.vector_norm(whole.view(-1, CPU_ROW), dim=1) for whole, _ in cuts if len(whole)]
+        wholes = [whole.view(-1, CPU_ROW) for whole, _ in cuts if len(whole)]
+        rows = [torch.linalg.vector_norm(whole, dim=1, dtype=widened(whole)) for whole in wholes]
         grads = [rest for _, rest in cuts if len(rest)]
     large = [grad for grad in grads if grad.numel() > LIST_ELEMENTS]
     small = [grad for grad in grads if grad.numel() <= LIST_ELEMENTS]
     whole_rows = [torch.linalg.vector_norm(row, dtype=torch.float64) for row in rows]
-    return [*whole_rows, *map(torch.linalg.vector_norm, large), *(torch._foreach_norm(small) if small else ())]
+    alike = [[grad for grad in small if grad.dtype == each] for each in dict.fromkeys(grad.dtype for grad in small)]
+    norms = [norm for same in alike for norm in torch._foreach_norm(same, dtype=widened(same[0]))]
+    return [*whole_rows, *(torch.linalg.vector_norm(grad, dtype=widened(grad)) for grad in large), *norms]
 
 
 def found_nonfinite(norm: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ class Optimizer:
         self._shards, self._pieces = shards, pieces
         self._rule, self.states = rule, rule.states
         self._states = {
-            name: [_zeros(shard.master, rule.state_dtype(name, shard.master.dtype)) for shard in shards]
+            name: [_zeros(shard.master, rule.state_dtype(name, shard.dtype)) for shard in shards]
             for name in rule.states
         }
         self._steps = [torch.zeros((), dtype=torch.float32, device=shard.master.device) for shard in shards]
@@ -45,7 +45,8 @@ class Optimizer:
             states = [[tensors[n] for n in members] for tensors in self._states.values()]
             rates = self._rule.rates(shards[0], lr)
             pieces = [] if self._pieces is None else [self._pieces[n] for n in members]
-            self._rule.apply(Update(masters, grads, states, steps, *rates, found_inf, grad_scale, pieces))
+            weights = [None if shard.weights is None else shard.weights() for shard in shards]
+            self._rule.apply(Update(masters, grads, states, steps, *rates, found_inf, grad_scale, pieces, weights))
 
     def state(self, name: str) -> Sequence[Tensor]:
         """Return a state of every shard."""

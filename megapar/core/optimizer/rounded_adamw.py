@@ -1,4 +1,4 @@
-"""AdamW with moments in bf16, rounded stochastically (``core.device.adamw``)."""
+"""AdamW with two-byte state: moments, gradients, and master weights as remainders (``core.device.adamw``)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megapar.core.optimizer.update_rule import AdamW, Update
 
 @dataclass(frozen=True)
 class RoundedAdamW(AdamW):
-    """``AdamW`` whose moments may be bf16.
+    """``AdamW`` whose moments and gradients may be bf16, and whose masters may be split.
 
     Attributes:
         rounds: For each moment, whether it is kept in bf16, or else in the dtype of the masters.
@@ -31,8 +31,8 @@ class RoundedAdamW(AdamW):
         """See ``UpdateRule``."""
         number = (update.steps[0] + 1).to(torch.int64)
         step = AdamWStep(number, self._numbers(update), update.found_inf, update.grad_scale)
-        form = op("adamw", update.masters[0])
-        for *tensors, pieces in zip(update.masters, update.grads, *update.states, update.pieces, strict=True):
+        form, shards = op("adamw", step.numbers), (update.masters, update.grads, *update.states, update.weights)
+        for *tensors, pieces in zip(*shards, update.pieces, strict=True):
             form(tuple(tensors), pieces, step)
         torch._foreach_add_(update.steps, 1.0 if update.found_inf is None else 1.0 - update.found_inf)
 
@@ -42,4 +42,4 @@ class RoundedAdamW(AdamW):
         rate, root = (1 - beta1**number).reciprocal() * update.lr, (1 - beta2**number).sqrt()
         known = beta1, 1 - beta1, beta2, 1 - beta2, self.eps, 1 - update.lr * update.weight_decay
         numbers = torch.stack([rate, root, *(torch.full_like(rate, value) for value in known)])
-        return numbers.to(update.masters[0].dtype)
+        return numbers.to(torch.promote_types(update.grads[0].dtype, torch.float32))

@@ -27,7 +27,7 @@ class Update:
     """One update of master weights with the same learning rate and weight decay.
 
     Attributes:
-        masters: Flat pieces of parameters, changed in place.
+        masters: Flat pieces of parameters, changed in place; remainders of those that have ``weights``.
         grads: Their gradients.
         states: For each name of ``UpdateRule.states``, that state of every master, changed in place.
         steps: Updates of each master so far, scalars in fp32, which the rule increments.
@@ -35,6 +35,7 @@ class Update:
         grad_scale: A scalar in fp32 on the device, by which the kernel divides the gradients first. Only for devices
             that ``scales_gradients``, and masters in fp32.
         pieces: For each master, its pieces of Hugging Face tensors; empty for rules that do not round.
+        weights: For each master, its bf16 weights if it is split, else None. Only for ``RoundedAdamW``.
     """
 
     masters: list[Tensor]
@@ -46,6 +47,7 @@ class Update:
     found_inf: Tensor | None = None
     grad_scale: Tensor | None = None
     pieces: Sequence[ShardPieces] = ()
+    weights: Sequence[Tensor | None] = ()
 
 
 class UpdateRule(ABC):

@@ -15,6 +15,7 @@ mp rank's (``bucket_row``).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,15 +33,32 @@ from megapar.core.sharding.cut import keeps_aligned
 SMALL_ELEMENTS = 1 << 13  # of a gradient, such as a bias: below this, a launch takes longer than the copy
 
 
+class BucketDtypes(NamedTuple):
+    """Dtypes of what buckets keep and send.
+
+    Attributes:
+        master: dtype of master weights.
+        reduce: dtype of gradients in messages.
+        main: dtype of the main gradients of 16-bit parameters; None, and of others: that of the masters.
+        splits: Masters of bf16 parameters are split.
+    """
+
+    master: torch.dtype
+    reduce: torch.dtype
+    main: torch.dtype | None = None
+    splits: bool = False
+
+
 class Bucket:
     """Master weights, gradients and collectives of one bucket on this rank.
 
-    Gradients travel in the reduce dtype and are accumulated in the master's dtype. On an axis of one rank, parameters
+    Gradients travel in the reduce dtype and are accumulated in the main dtype. On an axis of one rank, parameters
     are views: of the master if they have its dtype, else of a row in the compute dtype, into which the master is cast.
 
+    If the master is split, it is made up of this rank's pieces of the parameters and of remainders, which the master
+    shards keep. An update changes ``weights``, the pieces in a row, which the next gather sends.
+
     Args:
-        master_dtype: dtype of the master and of the main gradient.
-        reduce_dtype: dtype of gradients in messages.
         accumulates_unsharded: Keep unsharded gradients over the micro-batches, and reduce once per step (stage 1).
         new_master: Allocates the master (elements, dtype), for example in pinned memory; None: on the device.
 
@@ -48,7 +66,7 @@ class Bucket:
         members: The parameters, in row order.
         row: P, elements of a row including padding.
         ranges: The row, cut where the optimizer or the norm treats elements differently.
-        master: [P], this rank's master weights.
+        master: [P], this rank's master weights; None if they are split.
         gradient: [P], this rank's main gradient; None until the first reduction.
         aliased: True if the parameters are views of the master.
         parameter_row: [P], the row in the compute dtype of which the parameters are views; None if there is none.
@@ -59,8 +77,7 @@ class Bucket:
         parameters: Sequence[Entry],
         shard: Axis,
         replica: Axis,
-        master_dtype: torch.dtype,
-        reduce_dtype: torch.dtype,
+        dtypes: BucketDtypes,
         *,
         accumulates_unsharded: bool,
         pool: BufferPool,
@@ -76,12 +93,15 @@ class Bucket:
         self.dtype = first.dtype
         self.row = self.members[-1].offset + self.members[-1].room
         if shard.size > 1:
-            self.row = row_length(self.row, min(self.dtype.itemsize, reduce_dtype.itemsize))
-        if new_master is None:
-            self.master = torch.zeros(self.row, dtype=master_dtype, device=first.device)
-        else:
-            self.master = new_master(self.row, master_dtype)
-        self._reduce_dtype = reduce_dtype
+            self.row = row_length(self.row, min(self.dtype.itemsize, dtypes.reduce.itemsize))
+        self.master: Tensor | None = None
+        if new_master is not None:
+            self.master = new_master(self.row, dtypes.master)
+        elif not dtypes.splits or self.dtype != torch.bfloat16:
+            self.master = torch.zeros(self.row, dtype=dtypes.master, device=first.device)
+        self._weights: Tensor | None = None  # [P], which the optimizer may have updated since the last gather
+        self._main_dtype = dtypes.main if dtypes.main is not None and self.dtype.itemsize == 2 else dtypes.master
+        self._reduce_dtype = dtypes.reduce
         self.gradient: Tensor | None = None
         self.accumulates_unsharded = accumulates_unsharded or shard.size == 1
         self._flat: Tensor | None = None
@@ -93,7 +113,7 @@ class Bucket:
         self._borrowed: list[Tensor] = []  # buffers that the collective in flight reads and writes
         self._works: list[tuple[dist.Work, str]] = []  # the reductions in flight, each with the kind of its bytes
         self._gather: tuple[Tensor, Tensor, dist.Work | None] | None = None
-        self.aliased = shard.size == 1 and self.dtype == master_dtype and new_master is None
+        self.aliased = shard.size == 1 and self.dtype == dtypes.master and new_master is None
         self.parameter_row: Tensor | None = None
         self._is_even = not any(member.padded or member.room > member.numel for member in self.members)
         self._dims = [member.dim for member in self.members]
@@ -112,6 +132,7 @@ class Bucket:
             device = self.members[0].parameter.device
             self.parameter_row = torch.empty(self.row, dtype=self.dtype, device=device)
         viewed = self.master if self.parameter_row is None else self.parameter_row
+        assert viewed is not None
         for member in self.members:
             member.parameter.data = self.piece(viewed, member)
 
@@ -157,13 +178,13 @@ class Bucket:
         return self._pending_count == 0
 
     def add_product(self, index: int, product: WeightProduct) -> None:
-        """Add a product to the gradient of member ``index`` in the master's dtype; ``add`` then counts it.
+        """Add a product to the gradient of member ``index`` in the main dtype; ``add`` then counts it.
 
         Only for an axis of one rank, where a gradient is contiguous in the buffer.
         """
         member = self.members[index]
         left, right = product.left, product.right
-        target = self._main(self.master.dtype)[0, member.offset : member.offset + member.numel]
+        target = self._main(self._main_dtype)[0, member.offset : member.offset + member.numel]
         add = self._add_product or op("add_product", left)
         add(target.view(left.shape[0], right.shape[1]), left, right, begins=index not in self._accumulated)
         self._accumulated.add(index)
@@ -185,7 +206,7 @@ class Bucket:
         self._added_products.discard(index)
         if grad is None:
             return
-        target = self._columns(self._main(self.master.dtype), member)
+        target = self._columns(self._main(self._main_dtype), member)
         op("add_gradient", target)(target, member.rows(grad), begins=index not in self._accumulated)
         self._accumulated.add(index)
         member.parameter.grad = None
@@ -193,7 +214,7 @@ class Bucket:
     def _accumulate_all(self) -> None:
         """Accumulate the gradients whose copies were deferred until the bucket is complete."""
         deferred, self._copy_later = self._copy_later, []
-        if len(deferred) == len(self.members) and self._pack_at_once(self.master.dtype):
+        if len(deferred) == len(self.members) and self._pack_at_once(self._main_dtype):
             self._accumulated.update(deferred)
         elif self.shard.size == 1 and len(first := [i for i in deferred if i not in self._accumulated]) > 1:
             self._copy_together(first)
@@ -202,7 +223,7 @@ class Bucket:
 
     def _copy_together(self, indices: Sequence[int]) -> None:
         """Copy small gradients to a buffer in which they are contiguous, in one call."""
-        flat = self._main(self.master.dtype)[0]
+        flat = self._main(self._main_dtype)[0]
         members = [self.members[index] for index in indices]
         targets = [flat[member.offset : member.offset + member.numel].view(member.piece) for member in members]
         grads = [member.parameter.grad for member in members if member.parameter.grad is not None]
@@ -227,7 +248,7 @@ class Bucket:
         """Return all members' gradients as [n, P]; zero for a member without a gradient."""
         self._accumulate_all()
         # If each micro-batch is reduced, nothing accumulates here, so the buffer can have the reduce dtype.
-        flat = self._main(self.master.dtype if self.accumulates_unsharded else self._reduce_dtype)
+        flat = self._main(self._main_dtype if self.accumulates_unsharded else self._reduce_dtype)
         if not self.accumulates_unsharded and self._pack_at_once(flat.dtype):
             return flat
         for index, member in enumerate(self.members):
@@ -274,13 +295,13 @@ class Bucket:
                 self._works.append((work, f"{self.replica.name}/all_reduce"))
 
     def _accumulate_reduced(self, reduced: Tensor) -> None:
-        """Add to the main gradient, in the master's dtype."""
-        if self.shard.group is None or (self.gradient is None and reduced.dtype == self.master.dtype):
+        """Add to the main gradient, in the main dtype."""
+        if self.shard.group is None or (self.gradient is None and reduced.dtype == self._main_dtype):
             # A single rank accumulates in place: ``reduced`` already is the sum over the micro-batches.
             self.gradient = reduced
             return
         if self.gradient is None:
-            self.gradient = self._pool.take((self.row,), self.master.dtype).copy_(reduced)
+            self.gradient = self._pool.take((self.row,), self._main_dtype).copy_(reduced)
         else:
             self.gradient.add_(reduced)
         self._pool.give(reduced)
@@ -312,6 +333,27 @@ class Bucket:
 
     # Parameters: start_param_gather (after the optimizer) -> finish_param_gather (before the forward)
 
+    @property
+    def weights(self) -> Tensor:
+        """This rank's pieces of the parameters in a row [P], of a split master. The next gather sends what it holds."""
+        if self._weights is None and self.parameter_row is not None:
+            return self.parameter_row
+        if self._weights is None:
+            self.finish_param_gather()
+            self._weights = self._pool.take((self.row,), self.dtype)
+            for member in self.members:
+                dim, length = member.dim, member.box.sizes[member.dim]
+                start = min(self.shard.rank * member.piece[dim], member.parameter.shape[dim])
+                own = member.parameter.detach().narrow(dim, start, length)
+                self.piece(self._weights, member).copy_(own)
+        return self._weights
+
+    def forget_weights(self) -> None:
+        """Free the row of weights, which has not changed since the last gather."""
+        if self._weights is not None:
+            self._pool.give(self._weights)
+            self._weights = None
+
     def start_param_gather(self, *, overlap: bool) -> None:
         """Launch the all-gather of rows in the compute dtype (unshard).
 
@@ -321,13 +363,18 @@ class Bucket:
             return
         # A gather still in flight must complete: its messages would be mistaken for the next gather's.
         self.finish_param_gather()
-        # A copy even if the dtypes agree: the optimizer may step while the row is in flight.
-        # From host memory it is copied first and cast on the device: a cast on the host would not wait for the values.
-        master = self.master.to(self.members[0].parameter.device, non_blocking=True)
-        if self.parameter_row is not None:
-            self.parameter_row.copy_(master)
-            return
-        row = self._pool.take((self.row,), self.dtype).copy_(master)
+        if self.master is not None:
+            # A copy even if the dtypes agree: the optimizer may step while the row is in flight. From host memory it
+            # is copied first and cast on the device: a cast on the host would not wait for the values.
+            master = self.master.to(self.members[0].parameter.device, non_blocking=True)
+            if self.parameter_row is not None:
+                self.parameter_row.copy_(master)
+                return
+            row = self._pool.take((self.row,), self.dtype).copy_(master)
+        elif self.parameter_row is not None:
+            return  # the optimizer has updated it
+        else:
+            row, self._weights = self.weights, None
         if self.shard.group is None:
             self._fill(row.unsqueeze(0))
             self._pool.give(row)

@@ -22,8 +22,8 @@ def sum_partial(
 ) -> None:
     """Sum the finished gradients of the named parameters over mp, in place, as one message.
 
-    Of the parameters ``from_first_rank``, whose gradients each mp rank has whole, all take the first rank's: others
-    add zeros.
+    They are sent and added in the dtype of the masters. Of the parameters ``from_first_rank``, whose gradients each mp
+    rank has whole, all take the first rank's: others add zeros.
     """
     selected = {*names, *from_first_rank}
     if mp.group is None or not selected:
@@ -33,7 +33,7 @@ def sum_partial(
     pieces = [view.tensor.zero_() if mp.rank and view.spec.name in from_first_rank else view.tensor for view in views]
     if not pieces:
         return  # a stage without such parameters, the same on all its mp ranks
-    message = torch.cat([piece.flatten() for piece in pieces])
+    message = torch.cat([piece.flatten().to(sharding.master_shards[0].dtype) for piece in pieces])
     work = collectives.all_reduce(message, mp, async_op=True)
     assert work is not None
     mp.meter.wait(work, f"{mp.name}/all_reduce")
@@ -49,7 +49,7 @@ def sum_tied(sharding: Sharding, name: str, pp: Axis) -> None:
         return
     grads = [shard.grad for shard in sharding.master_shards if shard.grad is not None]
     pieces = [view.tensor for view in sharding.views(grads) if view.spec.name == name]
-    gradient = torch.cat([piece.flatten() for piece in pieces])
+    gradient = torch.cat([piece.flatten().to(sharding.master_shards[0].dtype) for piece in pieces])
     other = torch.empty_like(gradient)
     peer = pp.size - 1 - pp.rank
     # One call for both: if each rank's queue had a send before its receive, an accelerator would deadlock.

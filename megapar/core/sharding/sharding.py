@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 from torch import Tensor
@@ -45,6 +46,15 @@ class Sharding(Protocol):
 
     def watch(self, step_digest: StepDigest | None) -> None:
         """Record each gradient of this rank in ``step_digest`` before ranks sum it; None: stop."""
+
+
+@contextmanager
+def changed_masters(sharding: Sharding) -> Iterator[list[Tensor]]:
+    """Yield the values of the master shards, and keep what the block changed in them for ``start_param_gather``."""
+    values = [shard.values for shard in sharding.master_shards]
+    yield values
+    for shard, changed in zip(sharding.master_shards, values, strict=True):
+        shard.change(changed)
 
 
 class CombinedSharding:

@@ -29,8 +29,9 @@ from megapar.core.comm.buffers import BufferPool
 from megapar.core.comm.world import World
 from megapar.core.device.dtypes import WeightProduct
 from megapar.core.device.kinds import device_class
-from megapar.core.sharding.bucket import Bucket
+from megapar.core.sharding.bucket import Bucket, BucketDtypes
 from megapar.core.sharding.bucket_plan import IN_FLIGHT_BYTES, LEAST_IN_FLIGHT, PlannedBucket
+from megapar.core.sharding.bucket_row import OptimizerRange
 from megapar.core.sharding.cut import ParameterInfo, is_primary, master_box
 from megapar.core.sharding.gradient_sink import GradientSink, set_gradient_sink
 from megapar.core.sharding.master_shard import MasterShard, ParameterView
@@ -44,8 +45,6 @@ class ZeroSharding:
 
     Args:
         units: The model's units in forward order, each with the modules whose forward needs its parameters.
-        master_dtype: dtype of master weights and main gradients.
-        reduce_dtype: dtype of gradients in messages.
         plan: The buckets, in forward order; names that are not in ``parameters`` are ignored.
         reduce_every_micro_batch: Stage 2: keep only this rank's row of gradients over the micro-batches.
         overlap_reduce: Run reduce-scatters inside the backward.
@@ -65,8 +64,7 @@ class ZeroSharding:
         world: World,
         units: Mapping[str, Sequence[nn.Module]],
         parameters: Sequence[tuple[ParameterInfo, nn.Parameter]],
-        master_dtype: torch.dtype,
-        reduce_dtype: torch.dtype,
+        dtypes: BucketDtypes,
         plan: Sequence[PlannedBucket],
         *,
         reduce_every_micro_batch: bool,
@@ -82,7 +80,6 @@ class ZeroSharding:
         self._overlap_reduce = overlap_reduce
         self._overlap_gather = overlap_gather
         self._prefetch = prefetch
-        dtypes = (master_dtype, reduce_dtype)
         self.buckets = _make_buckets(
             world, plan, parameters, dtypes, not reduce_every_micro_batch, offload, add_product
         )
@@ -109,12 +106,13 @@ class ZeroSharding:
         self.master_shards: list[MasterShard] = []
         for bucket in self.buckets:
             for span in bucket.ranges:
-                master = bucket.master[span.start : span.end]
-                self.master_shards.append(MasterShard(master, None, span.decay, span.counted, span.router, span.matrix))
+                self.master_shards.append(_shard(bucket, span))
 
     def begin_step(self) -> None:
-        for bucket in self.buckets:
+        for number, bucket in enumerate(self.buckets):
             bucket.begin_step()
+            if number < self._to_gather:
+                bucket.forget_weights()
         for shard in self.master_shards:
             shard.grad = None
 
@@ -263,11 +261,22 @@ class ZeroSharding:
             bucket.finish_grad_reduce(last=self._last, overlap=self._overlap_reduce)
 
 
+def _shard(bucket: Bucket, span: OptimizerRange) -> MasterShard:
+    """Make the master shard of a range: a view of the bucket's master or, if that is split, remainders."""
+    facts = span.decay, span.counted, span.router, span.matrix
+    if bucket.master is not None:
+        return MasterShard(bucket.master[span.start : span.end], None, *facts)
+    numel = span.end - span.start
+    # Of a whole number of 32-bit integers, as digests read memory.
+    remainders = torch.zeros(numel + numel % 2, dtype=torch.int16, device=bucket.members[0].parameter.device)
+    return MasterShard(remainders[:numel], None, *facts, weights=lambda: bucket.weights[span.start : span.end])
+
+
 def _make_buckets(
     world: World,
     plan: Sequence[PlannedBucket],
     parameters: Sequence[tuple[ParameterInfo, nn.Parameter]],
-    dtypes: tuple[torch.dtype, torch.dtype],
+    dtypes: BucketDtypes,
     accumulates_unsharded: bool,
     offload: bool,
     add_product: Callable[..., Tensor] | None,
@@ -294,8 +303,7 @@ def _make_buckets(
                 parameters=boxed,
                 shard=cut,
                 replica=repeat,
-                master_dtype=dtypes[0],
-                reduce_dtype=dtypes[1],
+                dtypes=dtypes,
                 accumulates_unsharded=accumulates_unsharded,
                 pool=pool,
                 new_master=world.device.pinned_zeros if offload else None,

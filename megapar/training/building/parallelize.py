@@ -38,9 +38,10 @@ from megapar.core.recompute.adaptive import Adaptive
 from megapar.core.recompute.checkpointing import Recompute
 from megapar.core.recompute.choice import recompute_choice
 from megapar.core.recompute.saved_inputs import SavedInputs
+from megapar.core.sharding.bucket import BucketDtypes
 from megapar.core.sharding.cut import ParameterInfo
 from megapar.core.sharding.fsdp import FullSharding, whole_experts
-from megapar.core.sharding.sharding import CombinedSharding, Sharding
+from megapar.core.sharding.sharding import CombinedSharding, Sharding, changed_masters
 from megapar.core.sharding.zero import ZeroSharding
 from megapar.core.tensor_parallel.execution import Execution
 from megapar.core.tensor_parallel.fp8 import Fp8Casts
@@ -59,7 +60,7 @@ from megapar.training.building.matrices import marked
 from megapar.training.building.muon import make_muon
 from megapar.training.building.partition import effective_schedule, make_segments, make_stages, placed
 from megapar.training.building.parts import Parts
-from megapar.training.step.dtypes import compute_dtype, reduce_dtype
+from megapar.training.step.dtypes import DTYPES, compute_dtype, reduce_dtype
 from megapar.training.step.job import Job, Model
 from megapar.training.step.objective import make_objective
 from megapar.training.step.observer import StepObserver
@@ -277,7 +278,7 @@ def _update_rule(config: Config) -> UpdateRule:
         return Sgd(optimizer.sgd_momentum, optimizer.weight_decay, ratio)
     numbers = (optimizer.adam_beta1, optimizer.adam_beta2), optimizer.adam_eps, optimizer.weight_decay, ratio
     rounds = optimizer.exp_avg_dtype == "bf16", optimizer.exp_avg_sq_dtype == "bf16"
-    if any(rounds):
+    if any(rounds) or optimizer.main_grads_dtype == "bf16" or optimizer.store_param_remainders:
         return RoundedAdamW(*numbers, rounds=rounds)
     return ApexAdamW(*numbers) if config.training.apex else AdamW(*numbers)
 
@@ -322,8 +323,12 @@ def _zero(
         world,
         model.units(),
         [(spec, named[spec.name]) for spec in specs],
-        at_least_fp32(dtype),
-        reduce_dtype(config, dtype),
+        BucketDtypes(
+            at_least_fp32(dtype),
+            reduce_dtype(config, dtype),
+            DTYPES["bf16"] if config.optimizer.main_grads_dtype == "bf16" else None,
+            splits=config.optimizer.store_param_remainders,
+        ),
         make_segments(config, config.model),
         reduce_every_micro_batch=config.sharding.gradient_merge_mode == "micro_batch",
         overlap_reduce=config.sharding.overlap_grad_reduce != "off",
@@ -340,10 +345,11 @@ def _initialize(
 ) -> None:
     """Fill the master weights with their initial values, zero the buffers, and gather the weights for the model."""
     rows = {spec.name: spec for spec in table}
-    for view in sharding.views([shard.master for shard in sharding.master_shards]):
-        spec = rows[view.spec.name]
-        std = std_of(spec, config.model)
-        parts.initialize(view.tensor, spec, view.box, seed=config.training.seed, init_std=std)
+    with changed_masters(sharding) as masters:
+        for view in sharding.views(masters):
+            spec = rows[view.spec.name]
+            std = std_of(spec, config.model)
+            parts.initialize(view.tensor, spec, view.box, seed=config.training.seed, init_std=std)
     _zero_buffers(model, table)
     sharding.start_param_gather()
 

@@ -12,11 +12,13 @@ from torch import nn
 from megapar.core.box import Box
 from megapar.core.comm.axis import Axis
 from megapar.core.comm.buffers import BufferPool
+from megapar.core.device.remainders import split_master
 from megapar.core.sharding import bucket as bucket_module
 from megapar.core.sharding import bucket_row
-from megapar.core.sharding.bucket import Bucket
+from megapar.core.sharding.bucket import Bucket, BucketDtypes
 from megapar.core.sharding.bucket_row import LARGE_BYTES, make_members, make_ranges, row_length
 from megapar.core.sharding.cut import ALIGNED_BYTES
+from megapar.core.sharding.master_shard import MasterShard
 from megapar.model.parameter import ParameterSpec
 from tests.core.sharding.test_zero import SHARDED
 from tests.equivalence.run import trace
@@ -54,7 +56,10 @@ def test_ranks_of_dp_update_the_second_copy_of_a_tied_embedding_in_the_same_rang
     assert found == [[(0, 15), (15, 30)]] * 2
 
 
-def lone_bucket(*shapes: tuple[int, ...]) -> Bucket:
+WIDE = BucketDtypes(torch.float32, torch.float32)
+
+
+def lone_bucket(*shapes: tuple[int, ...], dtypes: BucketDtypes = WIDE) -> Bucket:
     """A bucket of bf16 parameters on an axis of one rank."""
     entries = []
     for number, shape in enumerate(shapes):
@@ -63,13 +68,14 @@ def lone_bucket(*shapes: tuple[int, ...]) -> Bucket:
         entries.append((spec, parameter, Box.whole(shape), True, parameter.numel()))
     pool = BufferPool.for_messages(torch.device("cpu"))
     axes = (Axis.single("shard"), Axis.single("replica"))
-    return Bucket(entries, *axes, torch.float32, torch.float32, accumulates_unsharded=True, pool=pool)
+    return Bucket(entries, *axes, dtypes, accumulates_unsharded=True, pool=pool)
 
 
 @pytest.mark.parametrize("odd", [(), (3,)])
 def test_one_rank_casts_its_masters_where_its_parameters_lie(odd: tuple[int, ...]) -> None:
     """Without a buffer, unless a parameter would leave the next one unaligned."""
     bucket = lone_bucket((4, 8), odd or (8,), (2, 3, 8))
+    assert bucket.master is not None
     for step in range(2):
         bucket.master.copy_(torch.randn(bucket.row, generator=torch.Generator().manual_seed(step)))
         bucket.start_param_gather(overlap=True)
@@ -81,6 +87,36 @@ def test_one_rank_casts_its_masters_where_its_parameters_lie(odd: tuple[int, ...
     storages = {member.parameter.untyped_storage().data_ptr() for member in bucket.members}
     assert (len(storages), bucket.parameter_row is None) == ((3, True) if odd else (1, False))
     assert (bucket._pool.bytes > 0) == bool(odd)
+
+
+@pytest.mark.parametrize("odd", [(), (3,)])
+def test_a_split_master_is_its_parameters_and_remainders(odd: tuple[int, ...]) -> None:
+    """The optimizer's changes reach the parameters, and nothing is kept twice after that."""
+    bucket = lone_bucket((4, 8), odd or (8,), (2, 3, 8), dtypes=BucketDtypes(*WIDE[:2], torch.bfloat16, splits=True))
+    remainders = torch.zeros(bucket.row, dtype=torch.int16)
+    shard = MasterShard(remainders, None, True, True, weights=lambda: bucket.weights)
+    assert bucket.master is None
+    for step in range(2):
+        values = torch.randn(bucket.row, generator=torch.Generator().manual_seed(step))
+        shard.change(values)
+        assert torch.equal(shard.values, values)
+        bucket.start_param_gather(overlap=True)
+        bucket.finish_param_gather()
+        assert bucket._weights is None
+        for member in bucket.members:
+            assert torch.equal(member.parameter, split_master(bucket.piece(values, member).contiguous())[0])
+        for member in bucket.members:
+            place = slice(member.offset, member.offset + member.numel)
+            assert torch.equal(shard.values[place], values[place])
+        bucket.forget_weights()
+    bucket.begin_micro_batch()
+    for index, member in enumerate(bucket.members):
+        member.parameter.grad = torch.ones_like(member.parameter)
+        bucket.add(index)
+    bucket.start_grad_reduce(overlap=False)
+    bucket.finish_grad_reduce(last=True, overlap=False)
+    assert bucket.gradient is not None
+    assert bucket.gradient.dtype == torch.bfloat16
 
 
 def train(rank: int, world_size: int, rendezvous: str, kind: str, flags: tuple[str, ...], filled: bool):

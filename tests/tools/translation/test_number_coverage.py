@@ -32,6 +32,7 @@ HELD = {
     "core/optimizer/test_rounded_adamw.py::test_unrounded_moments_are_those_of_adamw": """
         --exp-avg-dtype --exp-avg-sq-dtype
     """,
+    "training/test_two_byte_state.py::test_ranks_have_the_bits_of_one_process": "--main-grads-dtype",
     "data/sampling/test_samples.py::test_every_epoch_has_every_window_once_in_its_own_order": "dataloader-type",
     "equivalence/test_equivalence.py::test_fp64": """
         auto-parallel-sync-shared-params create-moe-param-group dp-allreduce-avg-in-gradinent-scale

@@ -74,7 +74,10 @@ ROWS = """
 --exp-avg-dtype fp32 | implied
 --exp-avg-sq-dtype fp8 | other numbers
 --exp-avg-sq-dtype bf16 --optimizer sgd | unnecessary
+--main-grads-dtype bf16 --bf16 | same | --main-grads-dtype bf16
 --main-grads-dtype bf16 | other numbers
+--main-grads-dtype bf16 --bf16 --optimizer sgd | other numbers
+--main-params-dtype fp16 | other numbers
 --use-mup | other numbers
 --fp8-format hybrid | other numbers
 --fp8-format hybrid --fp8-recipe blockwise | other numbers

@@ -22,7 +22,7 @@ from tests.support.built_kernel import BuiltKernel
 def _built(function: object, types: Mapping[str, str], warps: int, **constants: float | None) -> BuiltKernel:
     """A kernel; ``types`` has the arguments of each type as one string."""
     signature = {argument: kind for kind, arguments in types.items() for argument in arguments.split()}
-    return BuiltKernel(function, signature, constants, warps)
+    return BuiltKernel(function, signature, constants, warps, fuses=function is not adamw._update)
 
 
 _LOGITS = {"*fp32": "logits lse", "*i64": "labels", "i32": "stride"}
@@ -78,13 +78,26 @@ _EIGHT_GROUPS = {"G": 8, "GROUP_TOPK": 4, "SCORED": 2, "GROUP_LANES": 8, "given"
 KERNELS: dict[str, dict[str, BuiltKernel]] = {
     "adamw": {
         "moments in bf16": _built(
-            adamw._update, {**_SHARD, "*i16": "exp_avg exp_avg_sq"}, adamw.WARPS, FIRST=1, SECOND=1, BLOCK=PROGRAM
+            adamw._update,
+            {**_SHARD, "*i16": "exp_avg exp_avg_sq"},
+            adamw.WARPS,
+            weights=None,
+            GRADIENT=0,
+            FIRST=1,
+            SECOND=1,
+            BLOCK=PROGRAM,
         ),
         "second moment in bf16": _built(
             adamw._update,
             {**_SHARD, "*fp32": f"{_SHARD['*fp32']} exp_avg", "*i16": "exp_avg_sq"},
             adamw.WARPS,
-            **{"FIRST": 0, "SECOND": 1, "BLOCK": PROGRAM},
+            **{"weights": None, "GRADIENT": 0, "FIRST": 0, "SECOND": 1, "BLOCK": PROGRAM},
+        ),
+        "two bytes of everything": _built(
+            adamw._update,
+            {**_SHARD, "*fp32": "numbers found_inf grad_scale", "*i16": "master grad exp_avg exp_avg_sq weights"},
+            adamw.WARPS,
+            **{"GRADIENT": 1, "FIRST": 1, "SECOND": 1, "BLOCK": PROGRAM},
         ),
     },
     "cross_entropy": {
