@@ -67,7 +67,7 @@ from megapar.training.step.objective import make_objective
 from megapar.training.step.observer import StepObserver
 from megapar.training.step.progress import Progress
 from megapar.training.step.result import StepResult
-from megapar.training.step.schedules import make_learning_rate
+from megapar.training.step.schedules import make_learning_rate, make_weight_decay, schedule_of
 from megapar.training.step.step_guard import StepGuard
 
 
@@ -323,6 +323,7 @@ class Trainer:
             feed=BatchFeed(config, self.job, self.parts.denominators),
             progress=self.progress,
             learning_rate=self.learning_rate,
+            weight_decay=make_weight_decay(config),
             gradients=gradients,
             step_guard=self._make_step_guard(gradients),
             bad_steps=self.bad_steps,
@@ -529,7 +530,7 @@ class Trainer:
             config=self.config,
             job=self.job,
             progress=self.progress,
-            schedule=self.learning_rate.to_dict(),
+            schedule=schedule_of(self.config),
             loss_scale=self.loss_scale,
             checkpoints=self.checkpoints,
             local_saves=self.local_saves,
@@ -559,7 +560,7 @@ class Trainer:
         self.control.saved()
 
     def _scalars(self) -> dict[str, Any]:
-        scalars = state.scalars(self.job, self.progress, self.learning_rate.to_dict(), self.loss_scale)
+        scalars = state.scalars(self.job, self.progress, schedule_of(self.config), self.loss_scale)
         scalars["skip_samples"] = [list(pair) for pair in self._skipped]
         scalars["spikes"] = self.bad_steps.state()
         scalars[PLACES] = self.places.state()

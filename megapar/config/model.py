@@ -277,6 +277,12 @@ class OptimizerOptions:
     sgd_momentum: float = flag(0.9, "sgd: decay rate of the momentum; 0: none", low=0, high=0.999999)
     lr: float = flag(1e-3, "maximum learning rate", above=0, other=0.02)
     min_lr: float = flag(0.0, "learning rate after the decay", low=0, other=0.001)
+    decoupled_lr: float | None = flag(
+        None, "maximum learning rate of the word embedding and the head, if not --lr", above=0, other=0.05
+    )
+    decoupled_min_lr: float | None = flag(
+        None, "with --decoupled-lr: their learning rate after the decay, if not --min-lr", low=0, other=0.001
+    )
     lr_decay_style: str = flag(
         "cosine",
         "shape of the learning rate decay after warmup; wsd (warmup-stable-decay): constant, then a decay over the "
@@ -297,6 +303,14 @@ class OptimizerOptions:
         other="exponential",
     )
     weight_decay: float = flag(0.1, "weight decay (not applied to biases and norms)", ernie=0.01, low=0, other=0.5)
+    weight_decay_incr_style: str = flag(
+        "constant",
+        "weight decay over the steps of a run; linear, cosine: from --start-weight-decay to --end-weight-decay",
+        choices=("constant", "linear", "cosine"),
+        other="linear",
+    )
+    start_weight_decay: float | None = flag(None, "weight decay of the first step", low=0, other=0.5)
+    end_weight_decay: float | None = flag(None, "weight decay after the last step", low=0, other=0.5)
     clip_grad: float = flag(1.0, "gradient clipping: maximum global gradient norm; 0: off", low=0, other=0.01)
     qk_clip_threshold: float = flag(
         0.0,

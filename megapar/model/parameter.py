@@ -40,6 +40,7 @@ class ParameterSpec:
         trainable: False for a buffer, which has no gradient.
         expert: Sharded over edp instead of (sharding, cp).
         router: A router's weight, which may have its own learning rate.
+        decoupled: It has the rates of --decoupled-lr.
         matrix: Muon updates it, as the matrices that its pieces are.
         residual: A weight of attention, an MLP or an expert whose products are added to the residual stream.
         mp_partial: When each mp rank's gradient is a partial sum: "never", "sp" (under sequence parallelism), "always".
@@ -58,6 +59,7 @@ class ParameterSpec:
     trainable: bool = True
     expert: bool = False
     router: bool = False
+    decoupled: bool = False
     matrix: bool = False
     residual: bool = False
     mp_partial: str = "never"

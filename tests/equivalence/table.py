@@ -878,6 +878,10 @@ SCHEDULE = (
     *("--lr-decay-style", "wsd", "--lr-wsd-decay-style", "minus_sqrt", "--lr-wsd-decay-iters", "2"),
     *("--lr-decay-iters", "4", "--lr-warmup-iters", "1", "--min-lr", "1e-3"),
 )
+APART_RATES = (
+    *("--decoupled-lr", "0.02", "--decoupled-min-lr", "0.004", "--weight-decay-incr-style", "cosine"),
+    *("--start-weight-decay", "0.05", "--end-weight-decay", "0.4"),
+)
 MOMENTS = ("--adam-beta1", "0.7", "--adam-beta2", "0.6", "--adam-eps", "1e-7", "--weight-decay", "0.3")
 SGD = ("--optimizer", "sgd", "--sgd-momentum", "0.6", "--weight-decay", "0.3")
 TWO_BYTES = ("--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16")
@@ -891,6 +895,7 @@ LITTLE_AHEAD = (*AHEAD, "--mtp-loss-weight", "0.2")
 SPELLED_SUITE: tuple[Row, ...] = (
     Row("moe", 2, (*EP2, "--overlap-grad-reduce"), (*SCHEDULE, *MOMENTS, *RAMPED, *EVALUATED, *LIMITS_OF_LLAMA3)),
     Row("mla", 2, (*MP2, *SP), TWO_BYTES),
+    Row("moe", 4, (*MP2, *SP, *_stages(2)[1]), (*APART_RATES, *SCHEDULE), 2),
 )
 SPELLED_ROWS: tuple[Row, ...] = (
     *SPELLED_SUITE,
@@ -908,6 +913,9 @@ SPELLED_ROWS: tuple[Row, ...] = (
     Row("moe", 4, (*MP2, *SP, "--sharding-degree", "2", "--optimizer-offload"), SGD),
     Row("moe", 4, (*TWO_STAGES, *_stages(2)[1]), (*FOUR_LAYERS, *SGD), 1, 4),
     Row("moe", 2, MP2, ("--optimizer", "sgd", "--sgd-momentum", "0")),
+    *(Row("moe", 2, layout, (*APART_RATES, *UNTIED)) for layout in (*_stages(2), MP2)),
+    Row("moe", 4, (*TWO_STAGES, *_stages(2)[1]), (*FOUR_LAYERS, *APART_RATES, "--optimizer", "muon"), 1, 4),
+    Row("ernie", 2, (*MP2, "--optimizer-offload"), (*APART_RATES, *SCHEDULE), 2),
     *(Row("moe", 2, layout, (*MOMENTS, *TWO_BYTES)) for layout in (*_stages(2), EP2, _cp(2, "ring"))),
     Row("moe", 4, (*MP2, *SP, *_stages(2)[2]), (*CLIPPED, *TWO_BYTES)),
     Row("moe", 4, (*TWO_STAGES, *_stages(2)[1]), (*FOUR_LAYERS, *TWO_BYTES), 1, 4),

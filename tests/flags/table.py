@@ -214,6 +214,14 @@ TOGETHER: Mapping[str, Shown] = {
     "compile": Shown("host"),
     "manual_gc": Shown("host", needs={"manual_gc_interval": 1}),
     "manual_gc_interval": Shown("host", {"manual_gc": "on"}),
+    "decoupled_lr": Shown(),
+    "decoupled_min_lr": Shown(base={**STEPS, "decoupled_lr": 0.05}),
+    "weight_decay_incr_style": Shown(
+        "weights", {"weight_decay": None}, needs={"start_weight_decay": 0.0, "end_weight_decay": 0.5}
+    ),
+    "start_weight_decay end_weight_decay": Shown(
+        "weights", {"weight_decay_incr_style": "linear", "start_weight_decay": 0.1, "end_weight_decay": 0.2}
+    ),
     "lr weight_decay clip_grad adam_beta1 adam_beta2 adam_eps": Shown("weights"),
     "exp_avg_dtype exp_avg_sq_dtype": Shown(base=STEPS),
     "main_grads_dtype": Shown("sent", {"dtype": "bf16"}, world=2),

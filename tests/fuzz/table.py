@@ -424,7 +424,12 @@ TRAINING = (
         when=lambda d: d.qk_clip_threshold > 0,
         wild=("max",),
     ),
-    Option("weight_decay", (None, 0.0, 0.5)),
+    Option("weight_decay_incr_style", (None, None, None, "linear", "cosine"), wild=("linear",)),
+    *(
+        Option(name, values, when=legal.one_of("weight_decay_incr_style", "linear", "cosine"), wild=(0.3,))
+        for name, values in (("start_weight_decay", (0.0, 0.2)), ("end_weight_decay", (0.5, 0.1)))
+    ),
+    Option("weight_decay", (None, 0.0, 0.5), when=lambda d: d.weight_decay_incr_style == "constant", wild=(0.5,)),
     Option("optimizer", legal.optimizers),
     Option("muon_momentum", (None, 0.5), when=legal.one_of("optimizer", "muon"), wild=(0.5,)),
     Option("muon_use_nesterov", (None, False), when=legal.one_of("optimizer", "muon"), wild=(False,)),
@@ -466,6 +471,8 @@ TRAINING = (
         wild=("cosine",),
     ),
     Option("min_lr", (None, 0.001), when=legal.exact, wild=(1.0,)),
+    Option("decoupled_lr", (None, None, 0.02), when=legal.exact, wild=(0.0005,)),
+    Option("decoupled_min_lr", (None, 0.002), when=legal.one_of("decoupled_lr", 0.02), wild=(1.0,)),
     Option("state_digest_steps", (None, 0, 1, 3)),
     Option("skip_samples", (None, None, ("0-1",), ("2-2", "4-9"), ("5-5", "17-40")), wild=(("3-1",),)),
     Option("adam_eps", (None, None, None, 1e-8), when=lambda d: legal.exact(d) and d.optimizer is None),

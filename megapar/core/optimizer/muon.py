@@ -23,7 +23,7 @@ from megapar.core.optimizer.matrix_plan import Matrix, MatrixPlan, Piece, Round
 from megapar.core.optimizer.newton_schulz import COEFFICIENTS, SCALES, orthogonalize
 from megapar.core.optimizer.optimizer import Optimizer
 from megapar.core.optimizer.states import MOMENTUM
-from megapar.core.optimizer.update_rule import AdamW
+from megapar.core.optimizer.update_rule import CONSTANT, AdamW, StepRates
 from megapar.core.sharding.master_shard import ParameterView
 from megapar.core.sharding.sharding import Sharding
 
@@ -89,9 +89,16 @@ class MuonOptimizer:
         return self._sharding.views([next(given) if shard.matrix else None for shard in self._shards])
 
     @torch.no_grad()
-    def step(self, lr: float, found_inf: Tensor | None = None, grad_scale: Tensor | None = None) -> None:
+    def step(
+        self,
+        lr: float,
+        found_inf: Tensor | None = None,
+        grad_scale: Tensor | None = None,
+        rates: StepRates = CONSTANT,
+    ) -> None:
         """Update all masters from their gradients. For ``found_inf`` and ``grad_scale`` see ``Update``."""
-        self._others.step(lr, found_inf, grad_scale)
+        self._others.step(lr, found_inf, grad_scale, rates)
+        decay = lr * (self._rule.weight_decay if rates.weight_decay is None else rates.weight_decay)
         gradients = self._gradients(grad_scale)
         self._average(gradients, found_inf)
         pieces = {view.spec.name: view for view in self._views(gradients)}
@@ -105,10 +112,10 @@ class MuonOptimizer:
                 flights[number + 1].gather(self._looked_ahead(flights[number + 1].round, pieces))
             flight.orthogonalize_and_scatter()
             if previous is not None:
-                self._apply(previous, lr, found_inf)
+                self._apply(previous, lr, decay, found_inf)
             previous = flight
         if previous is not None:
-            self._apply(previous, lr, found_inf)
+            self._apply(previous, lr, decay, found_inf)
 
     def _gradients(self, grad_scale: Tensor | None) -> list[Tensor]:
         grads = [shard.grad for shard in self._matrix_shards if shard.grad is not None]
@@ -140,13 +147,12 @@ class MuonOptimizer:
         view = views[self._matrices[piece.matrix].parameter.name]
         return view.tensor[piece.part.within(view.box)]
 
-    def _apply(self, flight: _Flight, lr: float, found_inf: Tensor | None) -> None:
-        """Move this rank's pieces by the results of a round."""
+    def _apply(self, flight: _Flight, lr: float, decay: float, found_inf: Tensor | None) -> None:
+        """Move this rank's pieces by the results of a round. decay: share of matrices with decay that a step takes."""
         for piece, update in flight.results():
             matrix, master = self._matrices[piece.matrix], self._part(self._masters, piece)
-            decay = lr * self._rule.weight_decay if matrix.parameter.decay else 0.0
             step = update.to(master.dtype) * (-lr * self._rule.factor(matrix))
-            step.add_(master, alpha=-decay)
+            step.add_(master, alpha=-decay if matrix.parameter.decay else 0.0)
             master.add_(step if found_inf is None else torch.where(found_inf > 0, 0.0, step))
 
     def state(self, name: str) -> list[Tensor | None]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megapar.core.device.base import Device, Stream
-from megapar.core.optimizer.update_rule import Update, UpdateRule
+from megapar.core.optimizer.update_rule import CONSTANT, StepRates, Update, UpdateRule
 from megapar.core.sharding.master_shard import MasterShard
 
 
@@ -60,7 +60,13 @@ class OffloadedOptimizer:
         self._in, self._out = device.new_stream(), device.new_stream()
         self.seen_by: SlotReader | None = None
 
-    def step(self, lr: float, found_inf: Tensor | None = None, grad_scale: Tensor | None = None) -> None:
+    def step(
+        self,
+        lr: float,
+        found_inf: Tensor | None = None,
+        grad_scale: Tensor | None = None,
+        rates: StepRates = CONSTANT,
+    ) -> None:
         """Update all masters, as ``Optimizer.step``; then the current stream waits for the copies to the host."""
         current = self._device.current_stream()
         self._in.wait_stream(current)
@@ -74,8 +80,8 @@ class OffloadedOptimizer:
                 self.seen_by.arrived(number, self._views(number)[1])
             assert shard.grad is not None
             master, *states = ([tensor] for tensor in self._views(number)[1])
-            rates, step = self._rule.rates(shard, lr), steps.clone()
-            self._rule.apply(Update(master, [shard.grad], states, [step], *rates, found_inf, grad_scale))
+            used, step = self._rule.rates(shard, lr, rates), steps.clone()
+            self._rule.apply(Update(master, [shard.grad], states, [step], *used, found_inf, grad_scale))
             if self.seen_by is not None:
                 self.seen_by.leaves(number, self._views(number)[1])
             self._store(number, current)

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import product
 
 import torch
 from torch import Tensor
 
 from megapar.core.device.tensor_piece import ShardPieces
-from megapar.core.optimizer.update_rule import Update, UpdateRule
+from megapar.core.optimizer.update_rule import CONSTANT, StepRates, Update, UpdateRule
 from megapar.core.sharding.master_shard import MasterShard
-
-_KINDS = tuple(product((True, False), repeat=2))  # (decay, router): shards of a kind have one learning rate and decay
 
 
 class Optimizer:
@@ -31,11 +28,19 @@ class Optimizer:
             for name in rule.states
         }
         self._steps = [torch.zeros((), dtype=torch.float32, device=shard.master.device) for shard in shards]
-        kinds = [[n for n, shard in enumerate(shards) if (shard.decay, shard.router) == kind] for kind in _KINDS]
-        self._groups = [members for members in kinds if members]
+        groups: dict[tuple[bool, bool, bool], list[int]] = {}  # shards with one learning rate and weight decay
+        for number, shard in enumerate(shards):
+            groups.setdefault((shard.decay, shard.router, shard.decoupled), []).append(number)
+        self._groups = list(groups.values())
 
     @torch.no_grad()
-    def step(self, lr: float, found_inf: Tensor | None = None, grad_scale: Tensor | None = None) -> None:
+    def step(
+        self,
+        lr: float,
+        found_inf: Tensor | None = None,
+        grad_scale: Tensor | None = None,
+        rates: StepRates = CONSTANT,
+    ) -> None:
         """Update all masters from their gradients. For ``found_inf`` and ``grad_scale`` see ``Update``."""
         for members in self._groups:
             shards = [self._shards[n] for n in members]
@@ -43,10 +48,10 @@ class Optimizer:
             assert len(grads) == len(shards), "Sharding.finish sets every gradient"
             masters, steps = [shard.master for shard in shards], [self._steps[n] for n in members]
             states = [[tensors[n] for n in members] for tensors in self._states.values()]
-            rates = self._rule.rates(shards[0], lr)
+            used = self._rule.rates(shards[0], lr, rates)
             pieces = [] if self._pieces is None else [self._pieces[n] for n in members]
             weights = [None if shard.weights is None else shard.weights() for shard in shards]
-            self._rule.apply(Update(masters, grads, states, steps, *rates, found_inf, grad_scale, pieces, weights))
+            self._rule.apply(Update(masters, grads, states, steps, *used, found_inf, grad_scale, pieces, weights))
 
     def state(self, name: str) -> Sequence[Tensor]:
         """Return a state of every shard."""

@@ -23,6 +23,23 @@ _FUSED_SGD = ("cpu", "cuda")  # torch_npu has a fused kernel of AdamW, and none 
 
 
 @dataclass(frozen=True)
+class StepRates:
+    """The rates of a step besides its learning rate.
+
+    Attributes:
+        decoupled_lr: Learning rate of shards that are ``decoupled``; None: that of all others.
+        weight_decay: Weight decay; None: that of the rule.
+    """
+
+    decoupled_lr: float | None = None
+    weight_decay: float | None = None
+
+
+CONSTANT = StepRates()
+"""The rates of a step with one learning rate and the weight decay of the rule."""
+
+
+@dataclass(frozen=True)
 class Update:
     """One update of master weights with the same learning rate and weight decay.
 
@@ -75,9 +92,12 @@ class UpdateRule(ABC):
     def apply(self, update: Update) -> None:
         """Change masters, states and steps in place."""
 
-    def rates(self, shard: MasterShard, lr: float) -> tuple[float, float]:
+    def rates(self, shard: MasterShard, lr: float, rates: StepRates = CONSTANT) -> tuple[float, float]:
         """Return the learning rate and the weight decay of a shard in a step of learning rate ``lr``."""
-        return lr * self.router_lr_ratio if shard.router else lr, self.weight_decay if shard.decay else 0.0
+        if shard.decoupled and rates.decoupled_lr is not None:
+            lr = rates.decoupled_lr
+        decay = self.weight_decay if rates.weight_decay is None else rates.weight_decay
+        return lr * self.router_lr_ratio if shard.router else lr, decay if shard.decay else 0.0
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from megapar.core.box import Box
 from megapar.core.sharding.cut import ALIGNED_BYTES, ParameterInfo, shard_dim
+from megapar.core.sharding.master_shard import Treatment
 
 LARGE_BYTES = 1 << 16  # of a rank's part: above this, the time of its copy matters
 
@@ -81,10 +82,10 @@ def _pad(tensor: Tensor, dim: int, length: int) -> Tensor:
     return padded
 
 
-def _alike(entry: Entry) -> tuple[bool, bool, bool, tuple[tuple[str, int], ...]]:
+def _alike(entry: Entry) -> tuple[bool, Treatment, tuple[tuple[str, int], ...]]:
     """Return a sort key that groups parameters which the optimizer and the norm treat alike."""
     spec = entry[0]
-    return not spec.decay, spec.router, spec.matrix, spec.axes
+    return not spec.decay, Treatment.of(spec), spec.axes
 
 
 def make_members(parameters: Sequence[Entry], num_pieces: int) -> tuple[BucketParameter, ...]:
@@ -121,16 +122,14 @@ class OptimizerRange:
 
     start: int
     end: int
-    decay: bool
     counted: bool
-    router: bool
-    matrix: bool
+    treatment: Treatment
 
 
-def _updated_alike(member: BucketParameter) -> tuple[bool, bool, bool, bool, int, int]:
+def _updated_alike(member: BucketParameter) -> tuple[bool, Treatment, int, int]:
     """Return what one range has in common. With the stage, what counts on no rank of dp or on one is cut alike."""
     spec = member.spec
-    return spec.decay, member.counted, spec.router, spec.matrix, member.split, spec.stage
+    return member.counted, Treatment.of(spec), member.split, spec.stage
 
 
 def make_ranges(members: Sequence[BucketParameter]) -> tuple[OptimizerRange, ...]:
@@ -142,8 +141,8 @@ def make_ranges(members: Sequence[BucketParameter]) -> tuple[OptimizerRange, ...
     ranges: list[OptimizerRange] = []
     left = accumulate((m.room - m.numel for m in members[:-1]), initial=0)  # in the row before each member
     kinds = groupby(zip(members, left, strict=True), lambda at: (*_updated_alike(at[0]), at[1]))
-    for (decay, counted, router, matrix, *_), group in kinds:
+    for (counted, treatment, *_), group in kinds:
         first, *others = (member for member, _ in group)
         last = others[-1] if others else first
-        ranges.append(OptimizerRange(first.offset, last.offset + last.numel, decay, counted, router, matrix))
+        ranges.append(OptimizerRange(first.offset, last.offset + last.numel, counted, treatment))
     return tuple(ranges)

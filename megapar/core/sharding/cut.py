@@ -26,6 +26,7 @@ class ParameterInfo(Protocol):
         unit: The layer that contains it.
         decay: True if weight decay applies.
         router: True for the weight of a router.
+        decoupled: True if it has the learning rate of word embeddings and heads, where that is another one.
         fp32: True if computations use it in fp32, whatever the compute dtype.
         matrix: True if an optimizer updates it as whole matrices.
         expert: True if it is sharded over the expert view's shard axis instead of (sharding, cp).
@@ -44,6 +45,8 @@ class ParameterInfo(Protocol):
     def decay(self) -> bool: ...
     @property
     def router(self) -> bool: ...
+    @property
+    def decoupled(self) -> bool: ...
     @property
     def matrix(self) -> bool: ...
     @property

@@ -15,7 +15,7 @@ from megapar.core.comm.world import World
 from megapar.core.sharding.bucket_plan import PlannedBucket
 from megapar.core.sharding.cut import ParameterInfo, is_primary, master_box, shard_dim
 from megapar.core.sharding.fsdp_waits import FsdpWaits, GroupGather, GroupReduction, replica_hook
-from megapar.core.sharding.master_shard import MasterShard, ParameterView
+from megapar.core.sharding.master_shard import MasterShard, ParameterView, Treatment
 from megapar.health.corruption.step_digest import StepDigest
 
 _READ_BY_ATTENTION = (".q_norm", ".k_norm")
@@ -91,7 +91,7 @@ class FullSharding:
         sharded = [spec for spec in specs if spec.name not in names]
         self._entries = [(spec, named[spec.name], master_box(spec, grid, rank, full=True)) for spec in sharded]
         self.master_shards = [
-            MasterShard(_local(parameter), None, spec.decay, is_primary(spec, grid, rank), spec.router, spec.matrix)
+            MasterShard(_local(parameter), None, counted=is_primary(spec, grid, rank), **Treatment.of(spec)._asdict())
             for spec, parameter, _ in self._entries
         ]
 

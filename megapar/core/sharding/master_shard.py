@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +12,24 @@ from torch import Tensor
 from megapar.core.box import Box
 from megapar.core.device.remainders import join_master, split_master
 from megapar.core.sharding.cut import ParameterInfo
+
+
+class Treatment(NamedTuple):
+    """The facts about a parameter by which an optimizer treats it; shards have parameters of equal ones.
+
+    Attributes:
+        decay, router, matrix, decoupled: As in ``ParameterInfo``.
+    """
+
+    decay: bool
+    router: bool
+    matrix: bool
+    decoupled: bool
+
+    @classmethod
+    def of(cls, spec: ParameterInfo) -> Treatment:
+        """Return the treatment of a parameter."""
+        return cls(spec.decay, spec.router, spec.matrix, spec.decoupled)
 
 
 @dataclass
@@ -24,6 +43,7 @@ class MasterShard:
         counted: True if this rank counts it in the global norm; exactly one rank does.
         router: True if it belongs to a router, which may have a different learning rate.
         matrix: True if the optimizer updates its parameters as whole matrices.
+        decoupled: True if it belongs to word embeddings or heads with a different learning rate.
         parts: Lengths of parts that may change their places, which the norm then adds in a way that does not depend on
             them; () if nothing moves.
         weights: Returns the bf16 weights of a split master, which the next gather sends; None if it is not split.
@@ -35,6 +55,7 @@ class MasterShard:
     counted: bool
     router: bool = False
     matrix: bool = False
+    decoupled: bool = False
     parts: tuple[int, ...] = ()
     weights: Callable[[], Tensor] | None = None
 

@@ -263,13 +263,13 @@ class ZeroSharding:
 
 def _shard(bucket: Bucket, span: OptimizerRange) -> MasterShard:
     """Make the master shard of a range: a view of the bucket's master or, if that is split, remainders."""
-    facts = span.decay, span.counted, span.router, span.matrix
+    facts = {"counted": span.counted, **span.treatment._asdict()}
     if bucket.master is not None:
-        return MasterShard(bucket.master[span.start : span.end], None, *facts)
+        return MasterShard(bucket.master[span.start : span.end], None, **facts)
     numel = span.end - span.start
     # Of a whole number of 32-bit integers, as digests read memory.
     remainders = torch.zeros(numel + numel % 2, dtype=torch.int16, device=bucket.members[0].parameter.device)
-    return MasterShard(remainders[:numel], None, *facts, weights=lambda: bucket.weights[span.start : span.end])
+    return MasterShard(remainders[:numel], None, weights=lambda: bucket.weights[span.start : span.end], **facts)
 
 
 def _make_buckets(

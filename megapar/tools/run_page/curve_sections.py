@@ -64,7 +64,8 @@ LOSSES = (
     Panel("Losses of tasks", {"tasks.": ""}, noisy=True, entries=r"(?<!_accuracy)$"),
     Panel("Accuracy of tasks", {"tasks.": ""}, "share", noisy=True, from_zero=True, entries="_accuracy$"),
     Panel("Gradient norm", {"grad_norm": "before clipping"}, noisy=True),
-    Panel("Learning rate", {"lr": "learning rate"}),
+    Panel("Learning rate", {"lr": "learning rate", "decoupled_lr": "word embedding and head"}),
+    Panel("Weight decay", {"weight_decay": "weight decay"}),
     Panel("Loss scale", {"loss_scale": "loss scale"}, steps=True),
 )
 SPEED = (

@@ -200,14 +200,6 @@ def _wsd_style(value: str, given: Given) -> Decided:
     return OTHER, "", f"the WSD decay is one of {', '.join(_choices('lr-wsd-decay-style'))}"
 
 
-def _decay_increments(value: str, given: Given) -> Decided:
-    start, end = given.get("start-weight-decay"), given.get("end-weight-decay")
-    if given.get("weight-decay-incr-style", "constant") == "constant" or (start is not None and start == end):
-        decay = start or given.get("weight-decay", "0.01")
-        return RENAMED, f"--weight-decay {decay}", "constant"
-    return OTHER, "", "the weight decay is constant"
-
-
 def _skipped(given: Given) -> int:
     """Return the number of empty layers (no-ops) that a script counts as layers."""
     return len([layer for layer in given.get("noop-layers", "").split(",") if layer])

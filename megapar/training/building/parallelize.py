@@ -60,6 +60,7 @@ from megapar.training.building.matrices import marked
 from megapar.training.building.muon import make_muon
 from megapar.training.building.partition import effective_schedule, make_segments, make_stages, placed
 from megapar.training.building.parts import Parts
+from megapar.training.building.rates import with_rates
 from megapar.training.step.dtypes import DTYPES, compute_dtype, reduce_dtype
 from megapar.training.step.job import Job, Model
 from megapar.training.step.objective import make_objective
@@ -75,7 +76,7 @@ def parallelize(config: Config, world: World, parts: Parts | None = None, observ
     # [1] The layers and parameters of each stage of the pipeline
     stages = make_stages(config, sizes)
     layers = stages.rank_layers(world.axis("pp").rank)
-    table = placed(table_of(sizes), stages)
+    table = with_rates(config, placed(table_of(sizes), stages))
     if config.optimizer.optimizer == "muon":
         table = marked(table)
     trainable = [spec for spec in table if spec.trainable]

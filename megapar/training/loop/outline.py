@@ -17,7 +17,7 @@ from megapar.model.sizes import ModelSizes
 from megapar.model.spec import parameter_counts, table_of
 from megapar.training.building.device_choices import assumed_node, dispatch_choice, kind_of_run
 from megapar.training.building.partition import make_segments, pipeline_outline
-from megapar.training.step.schedules import another_schedule, make_learning_rate
+from megapar.training.step.schedules import another_schedule, schedule_of
 
 
 def outline(config: Config) -> str:
@@ -67,7 +67,7 @@ def _check_saved(config: Config, sizes: ModelSizes) -> str:
         complaints.append(Complaint("checkpoint-model", message, fix))
     trained = None if weights_only or saved.no_load_optim else stored_schedule(folder)
     if trained is not None and not config.optimizer.override_opt_param_scheduler:
-        other = another_schedule(trained, make_learning_rate(config).to_dict())
+        other = another_schedule(trained, schedule_of(config))
         if other is not None:
             message = f"--load {saved.load}: {folder.name} was trained on another learning-rate schedule: {other[0]}."
             complaints.append(Complaint("checkpoint-schedule", message, other[1]))

@@ -16,6 +16,7 @@ from megapar.arguments import Config
 from megapar.core.comm.agreement import reduce_numbers
 from megapar.core.device.base import Device, Event
 from megapar.core.optimizer.gradient_norm import clip_divisor, clip_gradients, found_nonfinite
+from megapar.core.optimizer.update_rule import StepRates
 from megapar.data.batches import Loader
 from megapar.health.corruption.guards import Guards
 from megapar.health.stop.control import Control
@@ -26,7 +27,7 @@ from megapar.training.step.gradients import Gradients, Summed
 from megapar.training.step.job import Job
 from megapar.training.step.progress import Progress
 from megapar.training.step.result import StepResult
-from megapar.training.step.schedules import LearningRate
+from megapar.training.step.schedules import LearningRate, WeightDecay
 from megapar.training.step.step_guard import StepGuard, StepVerdict
 
 READ_VOTES = "Stepper._apply_votes"  # the function in which the host waits for a step's norm
@@ -51,6 +52,7 @@ class Stepper:
     device, the device makes that decision (found_inf), and the host reads it one step later in ``resolve_pending``.
 
     Attributes:
+        weight_decay: Weight decay that changes from step to step, or None.
         before_update: Called before the model changes, for code that still reads it.
         before_gather: Called with the number of the step when the masters have their new values.
     """
@@ -60,6 +62,7 @@ class Stepper:
     feed: BatchFeed
     progress: Progress
     learning_rate: LearningRate
+    weight_decay: WeightDecay | None
     gradients: Gradients
     step_guard: StepGuard
     bad_steps: BadStepPolicy
@@ -88,11 +91,12 @@ class Stepper:
             verdict = StepVerdict(summed, loss_scale=1.0, skipped=False)
         else:
             verdict = self.step_guard.decide(work, summed, self._apply_votes(summed.norm_and_votes))
-        lr = self.learning_rate.at(progress.iteration - progress.skipped_steps)
+        number = progress.iteration - progress.skipped_steps
+        lr, rates = self.learning_rate.at(number), self._rates(number)
         if not verdict.skipped:
-            self._update(work.iteration, verdict.summed, lr, found_inf)
+            self._update(work.iteration, verdict.summed, lr, rates, found_inf)
         work.count_into(progress, skipped=verdict.skipped)
-        step = self._report(work, verdict, lr, time.perf_counter() - start)
+        step = self._report(work, verdict, lr, rates, time.perf_counter() - start)
         if found_inf is not None:
             self._pending = _Pending(work, summed, step, *self.device.host_copy(summed.norm_and_votes))
         return step
@@ -114,9 +118,16 @@ class Stepper:
         step.skipped = verdict.skipped
         self.progress.skipped_steps += step.skipped
         if not step.skipped:
-            self._update(step.iteration, verdict.summed, step.lr, None)
+            self._update(step.iteration, verdict.summed, step.lr, step.rates, None)
             step.totals, step.norm = verdict.summed.totals, verdict.summed.norm
         return True
+
+    def _rates(self, number: int) -> StepRates:
+        """Return the rates of update ``number``, counted from 0, besides its learning rate."""
+        decoupled, decay = self.learning_rate.decoupled(), self.weight_decay
+        return StepRates(
+            None if decoupled is None else decoupled.at(number), None if decay is None else decay.at(number)
+        )
 
     def _time_waits(self) -> None:
         """Turn the wait meters on or off for this step.
@@ -135,7 +146,7 @@ class Stepper:
         self.control.apply_votes(self.guards.apply_votes([round(vote) for vote in votes], self.progress.iteration))
         return norm
 
-    def _update(self, iteration: int, summed: Summed, lr: float, found_inf: Tensor | None) -> None:
+    def _update(self, iteration: int, summed: Summed, lr: float, rates: StepRates, found_inf: Tensor | None) -> None:
         """Update the model.
 
         Args:
@@ -150,7 +161,7 @@ class Stepper:
         elif limit > 0:
             clip_gradients(job.sharding.master_shards, summed.norm, limit)
         with record_function("megapar: optimizer"):
-            job.optimizer.step(lr, found_inf, grad_scale)
+            job.optimizer.step(lr, found_inf, grad_scale, rates)
             if job.qk_clip is not None and summed.scores is not None:
                 job.qk_clip.clip(summed.scores, found_inf)
             self.before_gather(iteration)
@@ -171,13 +182,16 @@ class Stepper:
             rows = total if self.job.pipeline is None else [total[row] for row in model.load_rows]
             model.update_router_bias(rows, rate, None if found_inf is None else 1 - found_inf)
 
-    def _report(self, work: StepBatches, verdict: StepVerdict, lr: float, seconds: float) -> StepResult:
+    def _report(
+        self, work: StepBatches, verdict: StepVerdict, lr: float, rates: StepRates, seconds: float
+    ) -> StepResult:
         progress, job = self.progress, self.job
         return StepResult(
             iteration=progress.iteration,
             consumed_samples=progress.consumed_samples,
             consumed_tokens=progress.consumed_tokens,
             lr=lr,
+            rates=rates,
             denominators=work.denominators,
             totals=verdict.summed.totals,
             norm=verdict.summed.norm,

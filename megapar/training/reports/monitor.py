@@ -212,6 +212,8 @@ class Monitor:
             loss=objective.weighted(means, routing),
             grad_norm=row[-1],
             lr=step.lr,
+            decoupled_lr=step.rates.decoupled_lr,
+            weight_decay=step.rates.weight_decay,
             loss_scale=step.loss_scale,
             skipped=step.skipped,
             sent_bytes=step.sent_bytes,

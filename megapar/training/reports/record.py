@@ -33,6 +33,8 @@ class Record:
         loss: The training loss, a weighted sum.
         grad_norm: Global gradient norm before clipping.
         lr: Learning rate.
+        decoupled_lr: That of the word embedding and the head, if it is another one.
+        weight_decay: Weight decay, if it changes from step to step.
         loss_scale: Loss scale of fp16, else 1.
         skipped: True if the step changed nothing, because its gradients were not finite or it was a spike.
         dropped_tokens: Dropped (token, choice) pairs over all layers and the global batch.
@@ -92,6 +94,8 @@ class Record:
     logging_errors: int = 0
     failed_saves: int = 0
     pace: Pace | None = None
+    decoupled_lr: float | None = None
+    weight_decay: float | None = None
     eval_loss: float | None = None
     eval_lm_loss: float | None = None
     eval_sop_loss: float | None = None
@@ -137,6 +141,8 @@ class Record:
             "memory/reserved_unused_bytes": self.reserved_unused_bytes,
             "memory/allocation_retries": self.allocation_retries,
             "optimizer/lr": self.lr,
+            "optimizer/decoupled_lr": self.decoupled_lr,
+            "optimizer/weight_decay": self.weight_decay,
             "optimizer/grad_norm": self.grad_norm,
             "precision/loss_scale": self.loss_scale,
             "precision/skipped": self.skipped,

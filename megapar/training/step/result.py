@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megapar.core.comm.meter import Waits
+from megapar.core.optimizer.update_rule import StepRates
 from megapar.model.layers.loss import Terms
 from megapar.training.step.batches import Denominators
 
@@ -50,6 +51,7 @@ class StepResult:
         iteration: Number of the step, from 1.
         consumed_samples: Samples read so far.
         consumed_tokens: Tokens read so far, without padding.
+        rates: Its rates besides the learning rate.
         denominators: Denominators of the terms, over the global batch.
         skipped: True if the step did not change the model.
         sent_bytes: "axis/collective" -> bytes that this rank sent.
@@ -63,6 +65,7 @@ class StepResult:
     consumed_samples: int
     consumed_tokens: int
     lr: float
+    rates: StepRates
     denominators: Denominators
     totals: Totals
     norm: Tensor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -21,6 +21,10 @@ DECAYS: Mapping[str, Callable[[float], float]] = MappingProxyType(
     }
 )
 INVERSE = "inverse-square-root"
+# Share of the steps that has passed -> share of the way from the first weight decay to the last.
+INCREMENTS: Mapping[str, Callable[[float], float]] = MappingProxyType(
+    {"linear": lambda share: share, "cosine": lambda share: 0.5 * (1.0 - math.cos(math.pi * share))}
+)
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,8 @@ class LearningRate:
             of the warmup) or wsd (warmup, stable, decay: constant until the last ``wsd_decay_iters``).
         decay_iters: Optimizer steps until the end of the decay, including the warmup.
         wsd_decay_style: Shape of the decay of wsd, a key of ``DECAYS``.
+        decoupled_peak: Peak of the word embedding and the head; None: that of all others.
+        decoupled_floor: Their floor.
     """
 
     peak: float
@@ -41,6 +47,15 @@ class LearningRate:
     decay_iters: int
     wsd_decay_iters: int = 0
     wsd_decay_style: str = "linear"
+    decoupled_peak: float | None = None
+    decoupled_floor: float | None = None
+
+    def decoupled(self) -> LearningRate | None:
+        """Return the schedule of the word embedding and the head, or None if it is this one."""
+        if self.decoupled_peak is None:
+            return None
+        floor = self.floor if self.decoupled_floor is None else self.decoupled_floor
+        return replace(self, peak=self.decoupled_peak, floor=floor, decoupled_peak=None, decoupled_floor=None)
 
     def at(self, iteration: int) -> float:
         """Return the learning rate of optimizer step ``iteration``, counted from 0."""
@@ -59,9 +74,34 @@ class LearningRate:
         left = DECAYS[self.wsd_decay_style if self.style == "wsd" else self.style](share)
         return self.floor + (self.peak - self.floor) * left
 
-    def to_dict(self) -> dict[str, float | int | str]:
+    def to_dict(self) -> dict[str, float | int | str | None]:
         """Return the fields for a checkpoint."""
         return asdict(self)
+
+
+@dataclass(frozen=True)
+class WeightDecay:
+    """Weight decay that changes from ``start`` to ``end`` over ``iters`` optimizer steps.
+
+    Source: Megatron-LM's optimizer_param_scheduler.
+
+    Attributes:
+        style: A key of ``INCREMENTS``.
+    """
+
+    start: float
+    end: float
+    style: str
+    iters: int
+
+    def at(self, iteration: int) -> float:
+        """Return the weight decay of optimizer step ``iteration``, counted from 0."""
+        share = INCREMENTS[self.style](min(1.0, iteration / self.iters))
+        return self.start + share * (self.end - self.start)
+
+    def to_dict(self) -> dict[str, float | int | str]:
+        """Return the fields for a checkpoint, beside those of the learning rate."""
+        return {f"weight_decay_{name}": value for name, value in asdict(self).items()}
 
 
 @dataclass(frozen=True)
@@ -155,11 +195,21 @@ _FLAGS: Mapping[str, str] = MappingProxyType(
         "decay_iters": "--lr-decay-iters",
         "wsd_decay_iters": "--lr-wsd-decay-iters",
         "wsd_decay_style": "--lr-wsd-decay-style",
+        "decoupled_peak": "--decoupled-lr",
+        "decoupled_floor": "--decoupled-min-lr",
+        "weight_decay_style": "--weight-decay-incr-style",
+        "weight_decay_start": "--start-weight-decay",
+        "weight_decay_end": "--end-weight-decay",
+        "weight_decay_iters": "--train-iters",
     }
 )
 # Field of the schedule -> its value in checkpoints that are older than it.
 _DEFAULTS: Mapping[str, Any] = MappingProxyType(
-    {item.name: item.default for item in fields(LearningRate) if item.default is not MISSING}
+    {
+        **{item.name: item.default for item in fields(LearningRate) if item.default is not MISSING},
+        **{f"weight_decay_{item.name}": None for item in fields(WeightDecay)},
+        "weight_decay_style": "constant",
+    }
 )
 _OF_WSD = ("wsd_decay_iters", "wsd_decay_style")
 _OF_DECAY = ("floor", "decay_iters")
@@ -176,16 +226,33 @@ def make_learning_rate(config: Config) -> LearningRate:
         decay_iters=optimizer.lr_decay_iters,
         wsd_decay_iters=optimizer.lr_wsd_decay_iters,
         wsd_decay_style=optimizer.lr_wsd_decay_style,
+        decoupled_peak=optimizer.decoupled_lr,
+        decoupled_floor=optimizer.decoupled_min_lr,
     )
+
+
+def make_weight_decay(config: Config) -> WeightDecay | None:
+    """Return the weight decay over optimizer steps, or None if it is constant."""
+    optimizer = config.optimizer
+    start, end = optimizer.start_weight_decay, optimizer.end_weight_decay
+    if start is None or end is None:  # the rules require both, or neither
+        return None
+    return WeightDecay(start, end, optimizer.weight_decay_incr_style, max(1, config.training.train_iters))
+
+
+def schedule_of(config: Config) -> dict[str, float | int | str | None]:
+    """Return the schedule of a run for its checkpoints."""
+    decay = make_weight_decay(config)
+    return {**make_learning_rate(config).to_dict(), **({} if decay is None else decay.to_dict())}
 
 
 def another_schedule(saved: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, str] | None:
     """Return (the differences of a checkpoint's schedule, what to do), in terms of flags. None if they are equal.
 
-    Both arguments are as ``LearningRate.to_dict`` returns them. A field that an old checkpoint does not contain had its
+    Both arguments are as ``schedule_of`` returns them. A field that an old checkpoint does not contain had its
     default. Fields that the style does not use are not compared.
     """
-    before = {**_DEFAULTS, **saved}
+    before, now = {**_DEFAULTS, **saved}, {**_DEFAULTS, **now}
     styles = {before.get("style"), now["style"]}
     unused = (*(() if "wsd" in styles else _OF_WSD), *(_OF_DECAY if styles == {"constant"} else ()))
     changed = [name for name in now if name not in unused and before.get(name) != now[name]]

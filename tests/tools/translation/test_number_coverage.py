@@ -117,6 +117,12 @@ HELD = {
         use-fusion-attn-v2 use-global-causal-attn use-mem-eff-attn use-moe use-ortho-loss-callback use-rmsnorm
         use-sparse-flash-attn use-triton-swiglu-limit use-unified-moe using-sonic-moe
     """,
+    "training/building/test_rates.py::test_the_word_embedding_and_the_head_have_rates_of_their_own": """
+        --decoupled-lr --decoupled-min-lr
+    """,
+    "training/step/test_schedules.py::test_weight_decay_goes_from_its_first_value_to_its_last": """
+        --end-weight-decay --start-weight-decay --weight-decay-incr-style
+    """,
 }
 # What touches no number of a training, whatever it says.
 SILENT = """

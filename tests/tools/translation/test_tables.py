@@ -39,11 +39,9 @@ TABLES = {
 EXPLAINED = {
     "megatron": {
         "profile-step-start profile-step-end": "which steps --profile traces",
-        "weight-decay-incr-style": "said by the default of --weight-decay",
     },
     "deepspeed": {
         "checkpoint-num-layers": "nothing is recomputed without --checkpoint-activations",
-        "weight-decay-incr-style": "said by the default of --weight-decay",
     },
     "mindspeed": {"distributed-timeout-minutes": "when a run that hangs ends"},
     "paddle": {

@@ -171,8 +171,15 @@ ROWS = """
 --moe-token-drop-policy probs | unnecessary
 --moe-expert-capacity-factor 1.5 | other numbers \
     | --moe-model-type deepspeed_moe --moe-capacity-factor 1.5 --moe-min-capacity 1
---end-weight-decay .1 --weight-decay-incr-style cosine --start-weight-decay 0 | other numbers
+--end-weight-decay .1 --weight-decay-incr-style cosine --start-weight-decay 0 | same | --end-weight-decay .1
+--start-weight-decay 0 --weight-decay-incr-style cosine --end-weight-decay .1 | same | --start-weight-decay 0
+--weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay .1 \
+    | same | --weight-decay-incr-style linear
+--weight-decay .1 --weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay .1 | unnecessary
 --start-weight-decay .1 --weight-decay-incr-style constant | renamed | --weight-decay .1
+--weight-decay-incr-style constant | implied
+--decoupled-lr 5e-4 | same | --decoupled-lr 5e-4
+--decoupled-lr 5e-4 --decoupled-min-lr 4e-5 | same | --decoupled-lr 5e-4
 --train-samples 1000 --global-batch-size 8 | renamed | --train-iters 125
 --train-samples 1000 | other numbers
 --train-samples 208 --rampup-batch-size 8 8 64 --global-batch-size 24 | renamed | --train-iters 12

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from megapar.training.step.schedules import BatchSize, LearningRate, another_schedule
+from megapar.training.step.schedules import BatchSize, LearningRate, WeightDecay, another_schedule
 
 
 def test_warm_up_reaches_the_peak_with_its_last_step() -> None:
@@ -117,3 +117,30 @@ def test_a_constant_rate_has_no_end_that_could_differ() -> None:
     assert another_schedule(constant.to_dict(), replace(constant, decay_iters=20, floor=0.0).to_dict()) is None
     assert another_schedule(constant.to_dict(), replace(constant, peak=2.0).to_dict()) is not None
     assert another_schedule(constant.to_dict(), COSINE.to_dict()) is not None
+
+
+def test_decoupled_rates_have_the_shape_of_the_others() -> None:
+    rate = replace(COSINE, decoupled_peak=4.0)
+    apart = rate.decoupled()
+    assert apart is not None
+    assert (apart.at(0), apart.at(1), apart.at(10)) == (2.0, 4.0, 0.1)
+    assert replace(rate, decoupled_floor=0.5).decoupled().at(10) == 0.5
+    assert COSINE.decoupled() is None
+    assert "--decoupled-lr is None there and 4.0 here" in another_schedule(COSINE.to_dict(), rate.to_dict())[0]
+
+
+def test_weight_decay_goes_from_its_first_value_to_its_last() -> None:
+    """As Megatron-LM's scheduler, whose first step has the start."""
+    linear, cosine = (WeightDecay(0.1, 0.3, style, 8) for style in ("linear", "cosine"))
+    assert [linear.at(step) for step in (0, 2, 8, 9)] == pytest.approx([0.1, 0.15, 0.3, 0.3])
+    wanted = [0.1 + 0.2 * 0.5 * (math.cos(math.pi * (1 - step / 8)) + 1) for step in range(9)]
+    assert [cosine.at(step) for step in range(9)] == pytest.approx(wanted)
+
+
+def test_another_course_of_weight_decay_is_named() -> None:
+    rate = COSINE.to_dict()
+    now = {**rate, **WeightDecay(0.1, 0.3, "linear", 8).to_dict()}
+    assert another_schedule(now, now) is None
+    assert "--weight-decay-incr-style is linear there and constant here" in another_schedule(now, rate)[0]
+    longer = {**rate, **WeightDecay(0.1, 0.3, "linear", 9).to_dict()}
+    assert another_schedule(now, longer)[0] == "--train-iters is 8 there and 9 here"
