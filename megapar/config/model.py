@@ -277,6 +277,15 @@ class OptimizerOptions:
     sgd_momentum: float = flag(0.9, "sgd: decay rate of the momentum; 0: none", low=0, high=0.999999)
     lr: float = flag(1e-3, "maximum learning rate", above=0, other=0.02)
     min_lr: float = flag(0.0, "learning rate after the decay", low=0, other=0.001)
+    mup_base_hidden_size: int = flag(
+        0,
+        "muP: initial scales and learning rates by which --lr of a model with this hidden size, and otherwise the same "
+        "proportions, suits this one; 0: off",
+        unit="features",
+        low=0,
+        models=MOE,
+        other=8,
+    )
     decoupled_lr: float | None = flag(
         None, "maximum learning rate of the word embedding and the head, if not --lr", above=0, other=0.05
     )

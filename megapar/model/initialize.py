@@ -43,7 +43,8 @@ def fill(target: Tensor, spec: ParameterSpec, box: Box, *, seed: int, init_std: 
 def std_of(spec: ParameterSpec, sizes: ModelSizes) -> float:
     """Return the standard deviation of a parameter's initial values."""
     shrinks = sizes.depth_scaled_init and spec.residual
-    return sizes.init_std / math.sqrt(2 * sizes.num_blocks) if shrinks else sizes.init_std
+    std = sizes.init_std * spec.init_factor
+    return std / math.sqrt(2 * sizes.num_blocks) if shrinks else std
 
 
 def draw_block(seed: int, name: str, block: int, shape: tuple[int, ...], init_std: float) -> Tensor:

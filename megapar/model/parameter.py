@@ -41,6 +41,8 @@ class ParameterSpec:
         expert: Sharded over edp instead of (sharding, cp).
         router: A router's weight, which may have its own learning rate.
         decoupled: It has the rates of --decoupled-lr.
+        lr_factor: Factor of its learning rate by muP.
+        init_factor: Factor of its initial standard deviation by muP.
         matrix: Muon updates it, as the matrices that its pieces are.
         residual: A weight of attention, an MLP or an expert whose products are added to the residual stream.
         mp_partial: When each mp rank's gradient is a partial sum: "never", "sp" (under sequence parallelism), "always".
@@ -60,6 +62,8 @@ class ParameterSpec:
     expert: bool = False
     router: bool = False
     decoupled: bool = False
+    lr_factor: float = 1.0
+    init_factor: float = 1.0
     matrix: bool = False
     residual: bool = False
     mp_partial: str = "never"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 from megapar.files.paths import MOUNT, REMOTE
@@ -22,6 +23,11 @@ def _is_interval(text: str, sign: str, low: int = 0) -> bool:
     """Return True for two whole numbers with a sign between them, of which the second is not below the first."""
     first, _, last = text.partition(sign)
     return first.isdecimal() and last.isdecimal() and low <= int(first) <= int(last)
+
+
+def _mup_divisor(f: Facts) -> float:
+    """Return the divisor of the logits that muP needs: the relative width of a tied head, and 1 for any other."""
+    return 1.0 if f.untie_embeddings_and_output_weights else float(f.hidden_size / f.mup_base_hidden_size)
 
 
 _BATCH = ("global_batch_size", "micro_batch_size", "data_ranks")
@@ -179,6 +185,37 @@ RULES: tuple[Rule, ...] = (
         message="--min-lr must be at most --lr",
         passing="--lr 1e-3 --min-lr 1e-4",
         failing="--lr 1e-3 --min-lr 1e-2",
+    ),
+    _row(
+        id="mup-logits",
+        reads=("mup_base_hidden_size", "hidden_size", "logits_scaling", "untie_embeddings_and_output_weights"),
+        when=lambda f: f.mup_base_hidden_size > 0,
+        requires=lambda f: math.isclose(f.logits_scaling, _mup_divisor(f)),
+        message=(
+            "with --mup-base-hidden-size a head that is the word embedding needs its logits divided by the relative "
+            "width, and a separate head starts smaller instead"
+        ),
+        fix=lambda f: f"Set --logits-scaling {_mup_divisor(f):g}, or change --untie-embeddings-and-output-weights.",
+        passing="--mup-base-hidden-size 64 --hidden-size 256 --logits-scaling 4",
+        failing="--mup-base-hidden-size 64 --hidden-size 256",
+        models=MOE,
+    ),
+    _row(
+        id="mup-muon-heads",
+        reads=("mup_base_hidden_size", "optimizer", "muon_qkv_split", "muon_scale_mode"),
+        when=lambda f: f.mup_base_hidden_size > 0 and f.optimizer == "muon" and f.muon_qkv_split in ("group", "head"),
+        requires=lambda f: f.muon_scale_mode == "unit_rms_norm",
+        message=(
+            "with --mup-base-hidden-size, matrices of single heads or groups, which do not grow with the width, need "
+            "--muon-scale-mode unit_rms_norm"
+        ),
+        fix="Choose --muon-scale-mode unit_rms_norm, or --muon-qkv-split tensor or fused.",
+        passing=(
+            "--mup-base-hidden-size 256 --hidden-size 256 --optimizer muon --muon-qkv-split head "
+            "--muon-scale-mode unit_rms_norm"
+        ),
+        failing="--mup-base-hidden-size 256 --hidden-size 256 --optimizer muon --muon-qkv-split head",
+        models=MOE,
     ),
     _row(
         id="decoupled-min-lr",

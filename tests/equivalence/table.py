@@ -882,6 +882,7 @@ APART_RATES = (
     *("--decoupled-lr", "0.02", "--decoupled-min-lr", "0.004", "--weight-decay-incr-style", "cosine"),
     *("--start-weight-decay", "0.05", "--end-weight-decay", "0.4"),
 )
+WIDER = ("--mup-base-hidden-size", "8", "--lr", "2e-2")
 MOMENTS = ("--adam-beta1", "0.7", "--adam-beta2", "0.6", "--adam-eps", "1e-7", "--weight-decay", "0.3")
 SGD = ("--optimizer", "sgd", "--sgd-momentum", "0.6", "--weight-decay", "0.3")
 TWO_BYTES = ("--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16")
@@ -896,6 +897,7 @@ SPELLED_SUITE: tuple[Row, ...] = (
     Row("moe", 2, (*EP2, "--overlap-grad-reduce"), (*SCHEDULE, *MOMENTS, *RAMPED, *EVALUATED, *LIMITS_OF_LLAMA3)),
     Row("mla", 2, (*MP2, *SP), TWO_BYTES),
     Row("moe", 4, (*MP2, *SP, *_stages(2)[1]), (*APART_RATES, *SCHEDULE), 2),
+    Row("moe", 4, (*MP2, *SP, *EP2, *_stages(2)[2]), (*WIDER, *UNTIED, *MOMENTS), 2),
 )
 SPELLED_ROWS: tuple[Row, ...] = (
     *SPELLED_SUITE,
@@ -916,6 +918,11 @@ SPELLED_ROWS: tuple[Row, ...] = (
     *(Row("moe", 2, layout, (*APART_RATES, *UNTIED)) for layout in (*_stages(2), MP2)),
     Row("moe", 4, (*TWO_STAGES, *_stages(2)[1]), (*FOUR_LAYERS, *APART_RATES, "--optimizer", "muon"), 1, 4),
     Row("ernie", 2, (*MP2, "--optimizer-offload"), (*APART_RATES, *SCHEDULE), 2),
+    *(Row("moe", 2, (*EP2, *layout), (*WIDER, *UNTIED)) for layout in _stages(2)),
+    Row("moe", 2, (*MP2, "--sharding-degree", "1", "--optimizer-offload"), (*WIDER, *UNTIED, *SGD), 2),
+    Row("moe", 4, (*TWO_STAGES, *_stages(2)[1]), (*FOUR_LAYERS, *WIDER, "--logits-scaling", "4"), 1, 4),
+    Row("mla", 2, (*MP2, *SP), (*WIDER, *UNTIED, "--optimizer", "muon", "--decoupled-lr", "0.01")),
+    Row("gpt", 4, (*MP2, *_stages(2)[0]), (*WIDER, *UNTIED, "--depth-scaled-init"), 2),
     *(Row("moe", 2, layout, (*MOMENTS, *TWO_BYTES)) for layout in (*_stages(2), EP2, _cp(2, "ring"))),
     Row("moe", 4, (*MP2, *SP, *_stages(2)[2]), (*CLIPPED, *TWO_BYTES)),
     Row("moe", 4, (*TWO_STAGES, *_stages(2)[1]), (*FOUR_LAYERS, *TWO_BYTES), 1, 4),

@@ -214,11 +214,9 @@ TOGETHER: Mapping[str, Shown] = {
     "compile": Shown("host"),
     "manual_gc": Shown("host", needs={"manual_gc_interval": 1}),
     "manual_gc_interval": Shown("host", {"manual_gc": "on"}),
-    "decoupled_lr": Shown(),
+    "mup_base_hidden_size": Shown(base={"untie_embeddings_and_output_weights": True}),
     "decoupled_min_lr": Shown(base={**STEPS, "decoupled_lr": 0.05}),
-    "weight_decay_incr_style": Shown(
-        "weights", {"weight_decay": None}, needs={"start_weight_decay": 0.0, "end_weight_decay": 0.5}
-    ),
+    "weight_decay_incr_style": Shown(needs={"start_weight_decay": 0.0, "end_weight_decay": 0.5}),
     "start_weight_decay end_weight_decay": Shown(
         "weights", {"weight_decay_incr_style": "linear", "start_weight_decay": 0.1, "end_weight_decay": 0.2}
     ),

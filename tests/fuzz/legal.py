@@ -83,6 +83,16 @@ def optimizers(d: Drawn) -> list[str | None]:
     return [None, None, None, "sgd", *(["muon"] if exact(d) and not d.get("optimizer_offload") else [])]
 
 
+def base_widths(d: Drawn) -> list[int | None]:
+    """Tied logits are divided by the relative width, others by 1; updates of heads have the scale for it."""
+    if d.optimizer == "muon" and d.muon_qkv_split in ("group", "head") and d.muon_scale_mode != "unit_rms_norm":
+        return [None]
+    if d.untie_embeddings_and_output_weights:
+        return [None, None, *([d.hidden_size // 2] if d.logits_scaling == 1 and d.hidden_size % 2 == 0 else [])]
+    fits = d.logits_scaling > 1 and d.hidden_size % d.logits_scaling == 0
+    return [None, *([int(d.hidden_size / d.logits_scaling)] if fits else [])]
+
+
 def rounds_moments(d: Drawn) -> bool:
     """Moments are AdamW's, on the device, and belong to tensors that stay where they are."""
     return d.optimizer is None and not d.get("optimizer_offload") and not d.get("moe_rebalance_interval")

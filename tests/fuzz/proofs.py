@@ -189,6 +189,8 @@ PROOFS: dict[str, Proof] = {
     "offload-stage": Proof("--optimizer-offload --sharding-stage 3", 2),
     "reduce-dtype-wide": Proof("--grad-reduce-dtype bf16 --dtype fp64", 2),
     "reduce-dtype-adds": Proof(argument="sums over micro-batches would lose what is below 2^-8 of them"),
+    "mup-logits": Proof(argument="logits of a wider model would grow with its width, and --lr not suit it"),
+    "mup-muon-heads": Proof(argument="updates of heads would grow with the width, and --lr not suit it"),
     "decoupled-min-lr": Proof(argument="the learning rate would grow while it is said to decay"),
     "decoupled-unused": Proof(idle=("decoupled_min_lr",)),
     "weight-decay-ends": Proof(idle=("weight_decay_incr_style", "end_weight_decay")),

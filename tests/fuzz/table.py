@@ -453,6 +453,7 @@ TRAINING = (
         when=legal.one_of("optimizer", "muon"),
         wild=("head",),
     ),
+    Option("mup_base_hidden_size", legal.base_widths, wild=(8, 16), group=some),
     Option("sgd_momentum", (None, 0.5, 0.0), when=legal.one_of("optimizer", "sgd"), wild=(0.7,)),
     Option("adam_beta1", (None, 0.5), when=legal.one_of("optimizer", None, "muon"), wild=(0.5,)),
     Option("adam_beta2", (None, 0.6), when=legal.one_of("optimizer", None, "muon"), wild=(0.6,)),

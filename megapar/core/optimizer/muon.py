@@ -52,7 +52,7 @@ class MuonRule:
 
     def factor(self, matrix: Matrix) -> float:
         """Return the factor of a matrix's orthogonalized momentum."""
-        return self.extra_scale * SCALES[self.scale](matrix.rows, matrix.columns)
+        return self.extra_scale * SCALES[self.scale](matrix.rows, matrix.columns) * matrix.parameter.lr_factor
 
 
 class MuonOptimizer:

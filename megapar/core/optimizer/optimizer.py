@@ -28,9 +28,10 @@ class Optimizer:
             for name in rule.states
         }
         self._steps = [torch.zeros((), dtype=torch.float32, device=shard.master.device) for shard in shards]
-        groups: dict[tuple[bool, bool, bool], list[int]] = {}  # shards with one learning rate and weight decay
+        groups: dict[tuple[bool, bool, bool, float], list[int]] = {}  # shards with one learning rate and weight decay
         for number, shard in enumerate(shards):
-            groups.setdefault((shard.decay, shard.router, shard.decoupled), []).append(number)
+            alike = shard.decay, shard.router, shard.decoupled, shard.lr_factor
+            groups.setdefault(alike, []).append(number)
         self._groups = list(groups.values())
 
     @torch.no_grad()

@@ -93,11 +93,15 @@ class UpdateRule(ABC):
         """Change masters, states and steps in place."""
 
     def rates(self, shard: MasterShard, lr: float, rates: StepRates = CONSTANT) -> tuple[float, float]:
-        """Return the learning rate and the weight decay of a shard in a step of learning rate ``lr``."""
+        """Return the learning rate and the weight decay of a shard in a step of learning rate ``lr``.
+
+        A rule takes the product of both from the weights. It does not depend on the shard's ``lr_factor``.
+        """
         if shard.decoupled and rates.decoupled_lr is not None:
             lr = rates.decoupled_lr
         decay = self.weight_decay if rates.weight_decay is None else rates.weight_decay
-        return lr * self.router_lr_ratio if shard.router else lr, decay if shard.decay else 0.0
+        lr *= (self.router_lr_ratio if shard.router else 1.0) * shard.lr_factor
+        return lr, decay / shard.lr_factor if shard.decay else 0.0
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ class ParameterInfo(Protocol):
         decay: True if weight decay applies.
         router: True for the weight of a router.
         decoupled: True if it has the learning rate of word embeddings and heads, where that is another one.
+        lr_factor: Factor of its learning rate, which leaves its weight decay.
         fp32: True if computations use it in fp32, whatever the compute dtype.
         matrix: True if an optimizer updates it as whole matrices.
         expert: True if it is sharded over the expert view's shard axis instead of (sharding, cp).
@@ -47,6 +48,8 @@ class ParameterInfo(Protocol):
     def router(self) -> bool: ...
     @property
     def decoupled(self) -> bool: ...
+    @property
+    def lr_factor(self) -> float: ...
     @property
     def matrix(self) -> bool: ...
     @property

@@ -18,18 +18,19 @@ class Treatment(NamedTuple):
     """The facts about a parameter by which an optimizer treats it; shards have parameters of equal ones.
 
     Attributes:
-        decay, router, matrix, decoupled: As in ``ParameterInfo``.
+        decay, router, matrix, decoupled, lr_factor: As in ``ParameterInfo``.
     """
 
     decay: bool
     router: bool
     matrix: bool
     decoupled: bool
+    lr_factor: float
 
     @classmethod
     def of(cls, spec: ParameterInfo) -> Treatment:
         """Return the treatment of a parameter."""
-        return cls(spec.decay, spec.router, spec.matrix, spec.decoupled)
+        return cls(spec.decay, spec.router, spec.matrix, spec.decoupled, spec.lr_factor)
 
 
 @dataclass
@@ -44,6 +45,7 @@ class MasterShard:
         router: True if it belongs to a router, which may have a different learning rate.
         matrix: True if the optimizer updates its parameters as whole matrices.
         decoupled: True if it belongs to word embeddings or heads with a different learning rate.
+        lr_factor: Factor of the learning rate, which leaves the weight decay.
         parts: Lengths of parts that may change their places, which the norm then adds in a way that does not depend on
             them; () if nothing moves.
         weights: Returns the bf16 weights of a split master, which the next gather sends; None if it is not split.
@@ -56,6 +58,7 @@ class MasterShard:
     router: bool = False
     matrix: bool = False
     decoupled: bool = False
+    lr_factor: float = 1.0
     parts: tuple[int, ...] = ()
     weights: Callable[[], Tensor] | None = None
 

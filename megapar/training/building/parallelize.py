@@ -56,7 +56,6 @@ from megapar.model.layers.norm import ApexNorms
 from megapar.model.parameter import ParameterSpec, names_from_first_rank
 from megapar.model.spec import table_of
 from megapar.training.building.attention_backend import attention_operator, backend_lacks, needs_flash3
-from megapar.training.building.matrices import marked
 from megapar.training.building.muon import make_muon
 from megapar.training.building.partition import effective_schedule, make_segments, make_stages, placed
 from megapar.training.building.parts import Parts
@@ -77,8 +76,6 @@ def parallelize(config: Config, world: World, parts: Parts | None = None, observ
     stages = make_stages(config, sizes)
     layers = stages.rank_layers(world.axis("pp").rank)
     table = with_rates(config, placed(table_of(sizes), stages))
-    if config.optimizer.optimizer == "muon":
-        table = marked(table)
     trainable = [spec for spec in table if spec.trainable]
     # [2] How layers run
     chained = frozenset({"ep", "emp"}) if config.ampipe.pipe_experts_multi_stream else frozenset[str]()

@@ -17,6 +17,7 @@ from megapar.model.sizes import ModelSizes
 from megapar.model.spec import parameter_counts, table_of
 from megapar.training.building.device_choices import assumed_node, dispatch_choice, kind_of_run
 from megapar.training.building.partition import make_segments, pipeline_outline
+from megapar.training.building.rates import width_lines, with_rates
 from megapar.training.step.schedules import another_schedule, schedule_of
 
 
@@ -34,7 +35,9 @@ def outline(config: Config) -> str:
     if len(shown) < len(segments):
         lines.insert(6, f"  ... {len(segments) - len(shown)} more")
     segmented = "\n".join([f"segments: {len(segments)}", *lines]) + "\n"
-    return _counts(sizes) + pipeline_outline(config, sizes) + _dispatch(config) + segmented + not_compared
+    table = with_rates(config, table_of(sizes))
+    widths = "".join(f"{line}\n" for line in width_lines(config, table))
+    return _counts(sizes) + widths + pipeline_outline(config, sizes) + _dispatch(config) + segmented + not_compared
 
 
 def _check_published(config: Config, sizes: ModelSizes) -> None:

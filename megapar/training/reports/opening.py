@@ -34,6 +34,7 @@ from megapar.schema.flag import Flag
 from megapar.training.building.attention_backend import attention_kernels
 from megapar.training.building.device_choices import kind_of_run, unknown_device
 from megapar.training.building.parts import experts_dispatch
+from megapar.training.building.rates import width_lines
 from megapar.training.reports.monitor import Monitor
 from megapar.training.step.dtypes import compute_dtype
 from megapar.training.step.evaluate import num_evaluated
@@ -189,6 +190,7 @@ def model_lines(config: Config, job: Job, monitor: Monitor) -> Iterator[str]:
         yield bound
     if products := expert_products(config, job.sizes, world.device):
         yield products
+    yield from width_lines(config, job.table)
     if config.training.apex:
         yield f"norms, sums of weight gradients and AdamW: {apex_installed()} (--apex)"
     peak = f"{monitor.peak / 1e12:.3g} TFLOP/s ({monitor.peak_source})"

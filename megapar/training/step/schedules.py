@@ -197,6 +197,7 @@ _FLAGS: Mapping[str, str] = MappingProxyType(
         "wsd_decay_style": "--lr-wsd-decay-style",
         "decoupled_peak": "--decoupled-lr",
         "decoupled_floor": "--decoupled-min-lr",
+        "mup_base_hidden_size": "--mup-base-hidden-size",
         "weight_decay_style": "--weight-decay-incr-style",
         "weight_decay_start": "--start-weight-decay",
         "weight_decay_end": "--end-weight-decay",
@@ -209,6 +210,7 @@ _DEFAULTS: Mapping[str, Any] = MappingProxyType(
         **{item.name: item.default for item in fields(LearningRate) if item.default is not MISSING},
         **{f"weight_decay_{item.name}": None for item in fields(WeightDecay)},
         "weight_decay_style": "constant",
+        "mup_base_hidden_size": 0,
     }
 )
 _OF_WSD = ("wsd_decay_iters", "wsd_decay_style")
@@ -242,8 +244,9 @@ def make_weight_decay(config: Config) -> WeightDecay | None:
 
 def schedule_of(config: Config) -> dict[str, float | int | str | None]:
     """Return the schedule of a run for its checkpoints."""
-    decay = make_weight_decay(config)
-    return {**make_learning_rate(config).to_dict(), **({} if decay is None else decay.to_dict())}
+    decay, base = make_weight_decay(config), config.optimizer.mup_base_hidden_size
+    more = {**({} if decay is None else decay.to_dict()), **({"mup_base_hidden_size": base} if base else {})}
+    return {**make_learning_rate(config).to_dict(), **more}
 
 
 def another_schedule(saved: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, str] | None:

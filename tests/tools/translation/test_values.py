@@ -79,6 +79,12 @@ ROWS = """
 --main-grads-dtype bf16 --bf16 --optimizer sgd | other numbers
 --main-params-dtype fp16 | other numbers
 --use-mup | other numbers
+--use-mup --mup-base-hidden-size 256 | implied
+--mup-base-hidden-size 256 --use-mup | other numbers | --mup-base-hidden-size 256
+--mup-base-hidden-size 256 | unnecessary
+--mup-embedding-mult 12 --use-mup | renamed | --embedding-multiplier 12
+--mup-output-mult 0.5 --use-mup | other numbers
+--mup-base-head-dim 64 --use-mup | other numbers
 --fp8-format hybrid | other numbers
 --fp8-format hybrid --fp8-recipe blockwise | other numbers
 --fp8-format e4m3 | other numbers
