@@ -69,6 +69,7 @@ from megapar.training.step.progress import Progress
 from megapar.training.step.result import StepResult
 from megapar.training.step.schedules import make_learning_rate, make_weight_decay, schedule_of
 from megapar.training.step.step_guard import StepGuard
+from megapar.training.step.update_norms import UpdateNorms
 
 
 @dataclass(frozen=True)
@@ -329,6 +330,7 @@ class Trainer:
             bad_steps=self.bad_steps,
             guards=self.guards,
             control=self.control,
+            update_norms=UpdateNorms(self.job.sharding, self.world) if config.logging.log_update_norms else None,
             before_update=self._before_update,
             before_gather=self.places.update,
         )

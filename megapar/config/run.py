@@ -227,6 +227,13 @@ class LoggingOptions:
 
     role: ClassVar[roles.Role] = roles.LOGS
     log_interval: int = flag(10, "steps between log lines", unit="steps", low=1, other=2)
+    log_update_norms: bool = flag(
+        False,
+        "every --log-interval, log how far the update moved each class of tensors, and the norm of its weights; the "
+        "device holds a copy of the master weights meanwhile",
+        role=roles.by_hand("measures an update"),
+        undrawn="reads masters and changes none; tests/training/step/test_update_norms.py compares layouts",
+    )
     tensorboard_dir: str | None = flag(None, "folder for TensorBoard files", path=True, per_node=True)
     metrics_jsonl: str | None = flag(
         None,

@@ -6,7 +6,7 @@ Memory can peak at only a few moments of a step, and each is a sum:
     backward    a backward starts: activations, gradients of earlier micro-batches, temporary tensors of the backward
     reduction   the backward of the newest layer is done: the other activations, and gradients that are reduced or wait
     end         the last backward is nearly done: all gradients, and the buffers of their reduction
-    update      Muon puts matrices together
+    update      Muon puts matrices together, or masters are copied to measure how far they move
     gather      the optimizer is done: new parameters are gathered
 
 Main gradients are kept in flat buffers of their dtype over all micro-batches (stage 1), or pass through
@@ -135,7 +135,7 @@ def stage_memory(run: PlannedRun, stage: int) -> StageMemory:
         "oldest layer": (kept.oldest, whole, state.tied + there.oldest),
         "end": (kept.end, whole, max(kept.end_transient, *waiting) + 2 * state.tied + there.end),
         "gather": (0.0, reduced, 0.0 if pooled else state.gathered),
-        "update": (0.0, reduced, _of_matrices(run, stage)),  # only if it needs more than any other
+        "update": (0.0, reduced, _of_update(run, stage)),  # only if it needs more than any other
     }
     moment = max(moments, key=lambda name: sum(moments[name]))
     live, gradients, _ = moments[moment]
@@ -157,12 +157,17 @@ def stage_memory(run: PlannedRun, stage: int) -> StageMemory:
     )
 
 
-def _of_matrices(run: PlannedRun, stage: int) -> float:
-    """Return the bytes of temporary tensors of Muon's update: its messages and whole matrices, and scaled gradients."""
+def _of_update(run: PlannedRun, stage: int) -> float:
+    """Return the bytes of temporary tensors of an update.
+
+    Muon has messages, whole matrices and scaled gradients. --log-update-norms keeps the masters as they were.
+    """
     rounds, options = stage_rounds(run, stage), run.config.optimizer
     held = float(rounds.held * ITEM_BYTES[run.matrix_dtype])
     if rounds.first and options.clip_grad > 0 and run.kind.kernels == "cuda" and run.view.wide_bytes == FP32:
         held += FP32 * sum(run.row_numel(row) for row in run.rows(stage) if row.matrix)
+    if run.config.logging.log_update_norms:
+        held += run.view.wide_bytes * sum(run.row_numel(row) for row in run.rows(stage) if row.trainable)
     return held
 
 

@@ -201,6 +201,15 @@ RULES: tuple[Rule, ...] = (
         fix="Leave one of them out.",
         failing="--qk-clip-threshold 100 --optimizer-offload",
     ),
+    _row(
+        id="not-built-update-norms-offload",
+        reads=("log_update_norms", "optimizer_offload"),
+        when=lambda f: f.log_update_norms,
+        requires=lambda f: not f.optimizer_offload,
+        message="--log-update-norms copies masters on the device, and --optimizer-offload has them on the host",
+        fix="Leave one of them out.",
+        failing="--log-update-norms --optimizer-offload",
+    ),
     _expert_row(
         id="not-built-muon-rebalance",
         reads=("optimizer", "moe_rebalance_interval"),

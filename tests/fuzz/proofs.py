@@ -103,6 +103,7 @@ PROOFS: dict[str, Proof] = {
     "window-layers-unused": Proof(idle=("window_attn_skip_freq",)),
     "qk-clip-unused": Proof(idle=("qk_clip_statistic",)),
     "qk-clip-norm": Proof(argument="the scores would stay as they are, because norms give queries their scale back"),
+    "not-built-update-norms-offload": Proof(argument="on a CPU, host and device are the same memory"),
     "not-built-qk-clip-offload": Proof(argument="on a CPU, host and device are the same memory"),
     "output-norm-ampipe": Proof("--norm-placement output --ep-degree 2 --ampipe-degree 2", 2, idle=("ampipe_degree",)),
     "mtp-block": Proof(argument="a block would be trained that no published model defines"),

@@ -64,6 +64,8 @@ LOSSES = (
     Panel("Losses of tasks", {"tasks.": ""}, noisy=True, entries=r"(?<!_accuracy)$"),
     Panel("Accuracy of tasks", {"tasks.": ""}, "share", noisy=True, from_zero=True, entries="_accuracy$"),
     Panel("Gradient norm", {"grad_norm": "before clipping"}, noisy=True),
+    Panel("Norm of an update, by class of tensors", {"update_norms.": ""}, note="Of the change of all its weights."),
+    Panel("Norm of the weights, by class of tensors", {"weight_norms.": ""}),
     Panel("Learning rate", {"lr": "learning rate", "decoupled_lr": "word embedding and head"}),
     Panel("Weight decay", {"weight_decay": "weight decay"}),
     Panel("Loss scale", {"loss_scale": "loss scale"}, steps=True),

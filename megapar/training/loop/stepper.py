@@ -26,9 +26,10 @@ from megapar.training.step.batches import BatchFeed, StepBatches
 from megapar.training.step.gradients import Gradients, Summed
 from megapar.training.step.job import Job
 from megapar.training.step.progress import Progress
-from megapar.training.step.result import StepResult
+from megapar.training.step.result import StepResult, UpdateFacts
 from megapar.training.step.schedules import LearningRate, WeightDecay
 from megapar.training.step.step_guard import StepGuard, StepVerdict
+from megapar.training.step.update_norms import UpdateNorms
 
 READ_VOTES = "Stepper._apply_votes"  # the function in which the host waits for a step's norm
 
@@ -53,6 +54,7 @@ class Stepper:
 
     Attributes:
         weight_decay: Weight decay that changes from step to step, or None.
+        update_norms: Measures the updates of logged steps; None: nothing does.
         before_update: Called before the model changes, for code that still reads it.
         before_gather: Called with the number of the step when the masters have their new values.
     """
@@ -68,6 +70,7 @@ class Stepper:
     bad_steps: BadStepPolicy
     guards: Guards
     control: Control
+    update_norms: UpdateNorms | None
     before_update: Callable[[], None]
     before_gather: Callable[[int], None]
     _pending: _Pending | None = field(default=None, init=False)
@@ -93,10 +96,11 @@ class Stepper:
             verdict = self.step_guard.decide(work, summed, self._apply_votes(summed.norm_and_votes))
         number = progress.iteration - progress.skipped_steps
         lr, rates = self.learning_rate.at(number), self._rates(number)
+        update = UpdateFacts()
         if not verdict.skipped:
-            self._update(work.iteration, verdict.summed, lr, rates, found_inf)
+            update = self._update(work.iteration, verdict.summed, lr, rates, found_inf)
         work.count_into(progress, skipped=verdict.skipped)
-        step = self._report(work, verdict, lr, rates, time.perf_counter() - start)
+        step = self._report(work, verdict, lr, rates, update, time.perf_counter() - start)
         if found_inf is not None:
             self._pending = _Pending(work, summed, step, *self.device.host_copy(summed.norm_and_votes))
         return step
@@ -118,7 +122,7 @@ class Stepper:
         step.skipped = verdict.skipped
         self.progress.skipped_steps += step.skipped
         if not step.skipped:
-            self._update(step.iteration, verdict.summed, step.lr, step.rates, None)
+            step.update = self._update(step.iteration, verdict.summed, step.lr, step.rates, None)
             step.totals, step.norm = verdict.summed.totals, verdict.summed.norm
         return True
 
@@ -134,10 +138,14 @@ class Stepper:
 
         Timing is free on the host. On a device its events cost launches, so only the logged steps are timed.
         """
-        interval = self.config.logging.log_interval
-        due = interval > 0 and (self.progress.iteration + 1) % interval == 0
+        due = self._logged(self.progress.iteration + 1)
         for meter in (self.job.world.meter, self.gradients.last_reduction):
             meter.on = due or not self.device.is_async
+
+    def _logged(self, iteration: int) -> bool:
+        """Return True if the log has a line of a step."""
+        interval = self.config.logging.log_interval
+        return interval > 0 and iteration % interval == 0
 
     def _apply_votes(self, norm_and_votes: Tensor) -> float:
         """Act on the votes of all ranks and return the global norm. Waits for the device."""
@@ -146,8 +154,10 @@ class Stepper:
         self.control.apply_votes(self.guards.apply_votes([round(vote) for vote in votes], self.progress.iteration))
         return norm
 
-    def _update(self, iteration: int, summed: Summed, lr: float, rates: StepRates, found_inf: Tensor | None) -> None:
-        """Update the model.
+    def _update(
+        self, iteration: int, summed: Summed, lr: float, rates: StepRates, found_inf: Tensor | None
+    ) -> UpdateFacts:
+        """Update the model. Returns what was measured of it.
 
         Args:
             found_inf: A scalar on the device: 1 skips the update. None if the host knows that the step is good.
@@ -161,7 +171,11 @@ class Stepper:
         elif limit > 0:
             clip_gradients(job.sharding.master_shards, summed.norm, limit)
         with record_function("megapar: optimizer"):
+            measured = self.update_norms if self._logged(iteration) else None
+            if measured is not None:
+                measured.begin()
             job.optimizer.step(lr, found_inf, grad_scale, rates)
+            norms = None if measured is None else measured.take()
             if job.qk_clip is not None and summed.scores is not None:
                 job.qk_clip.clip(summed.scores, found_inf)
             self.before_gather(iteration)
@@ -170,6 +184,7 @@ class Stepper:
         self._move_router_bias(summed.totals.load, found_inf)
         if found_inf is None:
             self.bad_steps.end_streak()
+        return UpdateFacts(norms)
 
     def _move_router_bias(self, load: Tensor, found_inf: Tensor | None) -> None:
         """Raise the correction bias of experts that received less than their share of the global batch."""
@@ -183,7 +198,13 @@ class Stepper:
             model.update_router_bias(rows, rate, None if found_inf is None else 1 - found_inf)
 
     def _report(
-        self, work: StepBatches, verdict: StepVerdict, lr: float, rates: StepRates, seconds: float
+        self,
+        work: StepBatches,
+        verdict: StepVerdict,
+        lr: float,
+        rates: StepRates,
+        update: UpdateFacts,
+        seconds: float,
     ) -> StepResult:
         progress, job = self.progress, self.job
         return StepResult(
@@ -196,6 +217,7 @@ class Stepper:
             totals=verdict.summed.totals,
             norm=verdict.summed.norm,
             loss_scale=verdict.loss_scale,
+            update=update,
             skipped=verdict.skipped,
             sent_bytes=job.world.sent_bytes.take(),
             seconds=seconds,

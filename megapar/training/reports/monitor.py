@@ -41,6 +41,7 @@ from megapar.training.step.expert_places import ExpertPlaces
 from megapar.training.step.job import Job
 from megapar.training.step.objective import Objective
 from megapar.training.step.result import StepResult, Totals
+from megapar.training.step.update_norms import TENSOR_CLASSES
 
 _EVALUATED = (("loss", "loss"), ("lm_loss", "lm"), ("sop_loss", "sop"), ("mtp_loss", "mtp"))
 
@@ -212,6 +213,8 @@ class Monitor:
             loss=objective.weighted(means, routing),
             grad_norm=row[-1],
             lr=step.lr,
+            update_norms=_by_class(step.update.norms, 0),
+            weight_norms=_by_class(step.update.norms, 1),
             decoupled_lr=step.rates.decoupled_lr,
             weight_decay=step.rates.weight_decay,
             loss_scale=step.loss_scale,
@@ -288,6 +291,12 @@ def _split_routing(step: StepResult, row: Sequence[float]) -> tuple[Sequence[flo
     loads = losses + len(ROUTING)
     layers, experts = step.totals.load.shape
     return row[losses:loads], [row[loads + n * experts : loads + (n + 1) * experts] for n in range(layers)]
+
+
+def _by_class(norms: Tensor | None, column: int) -> dict[str, float]:
+    """Return a column of the norms by class, without classes that the model does not have."""
+    rows = [] if norms is None else norms.tolist()
+    return {name: row[column] for name, row in zip(TENSOR_CLASSES, rows, strict=False) if row[1] > 0}
 
 
 def _work_seconds(step: StepResult, exposed: Waits) -> float:

@@ -9,6 +9,8 @@ from typing import Any
 
 from megapar.health.hangs.stragglers import Pace
 
+_IF_MEASURED = ("eval_", "decoupled_lr", "weight_decay")
+_IF_ANY = ("tasks", "eval_tasks", "update_norms", "weight_norms")
 _LARGEST_EXPONENT = 700  # exp of more overflows
 
 
@@ -35,6 +37,8 @@ class Record:
         lr: Learning rate.
         decoupled_lr: That of the word embedding and the head, if it is another one.
         weight_decay: Weight decay, if it changes from step to step.
+        update_norms: With --log-update-norms, by class of tensors the 2-norm of the change of its weights.
+        weight_norms: The 2-norm of the weights after it.
         loss_scale: Loss scale of fp16, else 1.
         skipped: True if the step changed nothing, because its gradients were not finite or it was a spike.
         dropped_tokens: Dropped (token, choice) pairs over all layers and the global batch.
@@ -96,6 +100,8 @@ class Record:
     pace: Pace | None = None
     decoupled_lr: float | None = None
     weight_decay: float | None = None
+    update_norms: dict[str, float] = field(default_factory=dict)
+    weight_norms: dict[str, float] = field(default_factory=dict)
     eval_loss: float | None = None
     eval_lm_loss: float | None = None
     eval_sop_loss: float | None = None
@@ -160,6 +166,8 @@ class Record:
         yield from ((f"sent_bytes/{name}", amount) for name, amount in self.sent_bytes.items())
         yield from ((f"tasks/{name}", value) for name, value in self.tasks.items())
         yield from ((f"tasks/evaluation_{name}", value) for name, value in self.eval_tasks.items())
+        yield from ((f"updates/{name}", norm) for name, norm in self.update_norms.items())
+        yield from ((f"weights/{name}", norm) for name, norm in self.weight_norms.items())
         yield from ((f"waits/{name}", seconds) for name, seconds in self.exposed_seconds.items())
 
     def _experts(self) -> Iterator[tuple[str, float]]:
@@ -170,16 +178,16 @@ class Record:
                 yield f"moe/load_{name}", over([layer[name] for layer in layers])
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the values for ``--metrics-jsonl``: evaluation losses only after an evaluation, no expert load."""
+        """Return the values for ``--metrics-jsonl``, without expert load; some only if they were measured."""
         values = asdict(self)
         del values["expert_load"]
         values |= {"perplexity": self.perplexity, "eval_perplexity": self.eval_perplexity}
-        for name in ("tasks", "eval_tasks"):
+        for name in _IF_ANY:
             if not values[name]:
                 del values[name]
         values["rank_seconds"] = {} if self.pace is None else self.pace.to_dict()
         del values["pace"]
-        return {name: value for name, value in values.items() if value is not None or not name.startswith("eval_")}
+        return {name: value for name, value in values.items() if value is not None or not name.startswith(_IF_MEASURED)}
 
 
 def _exp(loss: float | None) -> float | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -43,6 +44,16 @@ class Totals:
         self.dropped = self.dropped + terms.dropped
 
 
+class UpdateFacts(NamedTuple):
+    """Numbers of an update, on the device; None if they were not measured.
+
+    Attributes:
+        norms: As ``UpdateNorms.take`` returns them, on every rank.
+    """
+
+    norms: Tensor | None = None
+
+
 @dataclass
 class StepResult:
     """The result of one optimizer step. Tensors are this rank's sums, on the device.
@@ -53,6 +64,7 @@ class StepResult:
         consumed_tokens: Tokens read so far, without padding.
         rates: Its rates besides the learning rate.
         denominators: Denominators of the terms, over the global batch.
+        update: Numbers of the update.
         skipped: True if the step did not change the model.
         sent_bytes: "axis/collective" -> bytes that this rank sent.
         seconds: Duration on the host.
@@ -70,6 +82,7 @@ class StepResult:
     totals: Totals
     norm: Tensor
     loss_scale: float
+    update: UpdateFacts
     skipped: bool
     sent_bytes: dict[str, int]
     seconds: float
