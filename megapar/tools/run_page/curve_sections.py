@@ -66,6 +66,8 @@ LOSSES = (
     Panel("Gradient norm", {"grad_norm": "before clipping"}, noisy=True),
     Panel("Norm of an update, by class of tensors", {"update_norms.": ""}, note="Of the change of all its weights."),
     Panel("Norm of the weights, by class of tensors", {"weight_norms.": ""}),
+    Panel("Largest score of a head, for QK-clip", {"qk_clip_largest": "all heads"}, noisy=True),
+    Panel("Heads that QK-clip scaled", {"qk_clipped_heads": "all layers"}, from_zero=True),
     Panel("Learning rate", {"lr": "learning rate", "decoupled_lr": "word embedding and head"}),
     Panel("Weight decay", {"weight_decay": "weight decay"}),
     Panel("Loss scale", {"loss_scale": "loss scale"}, steps=True),

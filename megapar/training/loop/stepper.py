@@ -176,15 +176,16 @@ class Stepper:
                 measured.begin()
             job.optimizer.step(lr, found_inf, grad_scale, rates)
             norms = None if measured is None else measured.take()
+            scores: Tensor | None = None
             if job.qk_clip is not None and summed.scores is not None:
-                job.qk_clip.clip(summed.scores, found_inf)
+                scores = job.qk_clip.clip(summed.scores, found_inf)
             self.before_gather(iteration)
             job.sharding.start_param_gather()
         self.guards.after_update(iteration)
         self._move_router_bias(summed.totals.load, found_inf)
         if found_inf is None:
             self.bad_steps.end_streak()
-        return UpdateFacts(norms)
+        return UpdateFacts(norms, scores)
 
     def _move_router_bias(self, load: Tensor, found_inf: Tensor | None) -> None:
         """Raise the correction bias of experts that received less than their share of the global batch."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megapar.arguments import Config
@@ -96,7 +97,7 @@ class Monitor:
         """
         if not self._steps:
             return []
-        values, pace = self._reduce(), None
+        values, scores, pace = self._reduce(), self._reduce_scores(), None
         now = time.perf_counter()
         if self._device.is_async:
             # A host that runs ahead can time only the whole interval, not single steps.
@@ -105,7 +106,10 @@ class Monitor:
         work = [_work_seconds(step, step.exposed) for step in self._steps if step.exposed is not None]
         if work:  # the same steps on every rank
             pace = find_pace(work, self.world.axis("world"), self._device.torch_device)
-        records = [self._record(step, row, pace) for step, row in zip(self._steps, values, strict=True)]
+        records = [
+            self._record(step, row, pace, scores.get(step.iteration))
+            for step, row in zip(self._steps, values, strict=True)
+        ]
         self._steps, self._since = [], now
         logged = len(records) - evaluates
         self._unevaluated = records[logged:]
@@ -166,6 +170,22 @@ class Monitor:
         norms = torch.stack([_wide(step.norm) for step in self._steps]).unsqueeze(1)
         return torch.cat([stacked, norms], dim=1).tolist()
 
+    def _reduce_scores(self) -> dict[int, tuple[float, int]]:
+        """Return the largest statistic of any head and the number of clipped heads, by step with QK-clip.
+
+        Heads are on the ranks of mp, and layers on those of pp.
+        """
+        steps = [step for step in self._steps if step.update.scores is not None]
+        if not steps:
+            return {}
+        largest, heads = torch.stack([step.update.scores for step in steps if step.update.scores is not None]).T
+        largest, heads = largest.contiguous(), heads.contiguous()
+        for name in ("mp", "pp"):
+            reduce_numbers(largest, self.world.axis(name), "qk-clip", dist.ReduceOp.MAX)
+            reduce_numbers(heads, self.world.axis(name), "qk-clip")
+        rows = zip(steps, largest.tolist(), heads.tolist(), strict=True)
+        return {step.iteration: (value, round(count)) for step, value, count in rows if not step.skipped}
+
     def _sum_over_ranks(self, rows: Tensor, num_sums: int) -> None:
         """Sum rows of losses and routing statistics over all ranks, in place.
 
@@ -179,8 +199,10 @@ class Monitor:
             for row in rows:
                 reduce_numbers(row, self.world.axis(name), "losses")
 
-    def _record(self, step: StepResult, row: list[float], pace: Pace | None) -> Record:
-        """Return the record of a step. ``row``: its numbers, as ``_reduce`` returns them."""
+    def _record(
+        self, step: StepResult, row: list[float], pace: Pace | None, scores: tuple[float, int] | None
+    ) -> Record:
+        """Return the record of a step. ``row``: its numbers, as ``_reduce`` returns them; ``scores`` likewise."""
         names, items, objective = list(step.totals.sums), step.denominators.items, self.objective
         words = [name for name in names if name == "lm" or (name in TASKS and name not in CLASSES)]
         predicted = sum(items[name] for name in words)
@@ -213,6 +235,8 @@ class Monitor:
             loss=objective.weighted(means, routing),
             grad_norm=row[-1],
             lr=step.lr,
+            qk_clip_largest=None if scores is None else scores[0],
+            qk_clipped_heads=None if scores is None else scores[1],
             update_norms=_by_class(step.update.norms, 0),
             weight_norms=_by_class(step.update.norms, 1),
             decoupled_lr=step.rates.decoupled_lr,

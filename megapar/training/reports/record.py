@@ -9,7 +9,7 @@ from typing import Any
 
 from megapar.health.hangs.stragglers import Pace
 
-_IF_MEASURED = ("eval_", "decoupled_lr", "weight_decay")
+_IF_MEASURED = ("eval_", "decoupled_lr", "weight_decay", "qk_clip")
 _IF_ANY = ("tasks", "eval_tasks", "update_norms", "weight_norms")
 _LARGEST_EXPONENT = 700  # exp of more overflows
 
@@ -37,6 +37,8 @@ class Record:
         lr: Learning rate.
         decoupled_lr: That of the word embedding and the head, if it is another one.
         weight_decay: Weight decay, if it changes from step to step.
+        qk_clip_largest: With QK-clip, the largest statistic of any head.
+        qk_clipped_heads: Number of heads that it scaled after the update, over all layers.
         update_norms: With --log-update-norms, by class of tensors the 2-norm of the change of its weights.
         weight_norms: The 2-norm of the weights after it.
         loss_scale: Loss scale of fp16, else 1.
@@ -100,6 +102,8 @@ class Record:
     pace: Pace | None = None
     decoupled_lr: float | None = None
     weight_decay: float | None = None
+    qk_clip_largest: float | None = None
+    qk_clipped_heads: int | None = None
     update_norms: dict[str, float] = field(default_factory=dict)
     weight_norms: dict[str, float] = field(default_factory=dict)
     eval_loss: float | None = None
@@ -149,6 +153,8 @@ class Record:
             "optimizer/lr": self.lr,
             "optimizer/decoupled_lr": self.decoupled_lr,
             "optimizer/weight_decay": self.weight_decay,
+            "optimizer/qk_clip_largest": self.qk_clip_largest,
+            "optimizer/qk_clipped_heads": self.qk_clipped_heads,
             "optimizer/grad_norm": self.grad_norm,
             "precision/loss_scale": self.loss_scale,
             "precision/skipped": self.skipped,

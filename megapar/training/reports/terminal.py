@@ -136,6 +136,12 @@ def make_terminal(config: Config, rank: int, iteration: int) -> PlainTerminal | 
     return PlainTerminal(iterations, interval)
 
 
+def _clipped(record: Record) -> list[str]:
+    if record.qk_clip_largest is None:
+        return []
+    return [f"largest score {record.qk_clip_largest:.1f}, {record.qk_clipped_heads} heads clipped"]
+
+
 def describe(record: Record, train_iters: int) -> str:
     """Format a record on one line."""
     parts = [f"iteration {record.iteration}/{train_iters}", f"loss {record.loss:.4f}", f"lm {record.lm_loss:.4f}"]
@@ -145,6 +151,7 @@ def describe(record: Record, train_iters: int) -> str:
     parts += [
         f"grad norm {record.grad_norm:.3f}",
         f"lr {record.lr:.2e}",
+        *_clipped(record),
         f"{record.tokens_per_second:,.0f} tokens/s",
         f"MFU {100 * record.mfu:.1f} %",
         f"peak {record.peak_memory_bytes / 2**30:.2f} GiB",

@@ -69,8 +69,10 @@ class QkClip:
         return largest
 
     @torch.no_grad()
-    def clip(self, largest: Tensor, found_inf: Tensor | None) -> None:
+    def clip(self, largest: Tensor, found_inf: Tensor | None) -> Tensor:
         """Scale the masters of heads whose statistic in ``largest`` [L, N] is above the threshold.
+
+        Returns the largest statistic of this rank's heads and the number of heads that it scaled, [2].
 
         found_inf: A scalar on the device: 1 if the device skipped the update; None if the host knows that it did not.
         """
@@ -81,6 +83,8 @@ class QkClip:
         for (name, attention), row in zip(self._attentions.items(), factors, strict=True):
             for parameter, scale in attention.clip_factors(row).items():
                 self._scale(f"{name}.{parameter}", scale)
+        heads = largest.flatten()
+        return torch.stack([torch.cat([heads, heads.new_full((1,), -torch.inf)]).amax(), clipped.sum().to(heads.dtype)])
 
     def _scale(self, name: str, scale: Tensor) -> None:
         """Multiply this rank's piece of a master by ``scale``, which has the first two dims of this mp rank's part."""

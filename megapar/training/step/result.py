@@ -49,9 +49,11 @@ class UpdateFacts(NamedTuple):
 
     Attributes:
         norms: As ``UpdateNorms.take`` returns them, on every rank.
+        scores: As ``QkClip.clip`` returns them, of this rank's heads.
     """
 
     norms: Tensor | None = None
+    scores: Tensor | None = None
 
 
 @dataclass

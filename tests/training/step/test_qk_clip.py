@@ -16,9 +16,11 @@ from megapar.core.device.attention.mask import DeviceMask
 from megapar.core.device.attention.row_statistic import Rows, RowStatistic
 from megapar.model.attention.self_attention import SelfAttention
 from megapar.model.decoder.model import Decoder
-from megapar.trainer import Trainer
+from megapar.trainer import Outcome, Trainer
+from megapar.training.reports.terminal import describe
 from megapar.training.step.qk_clip import QkClip
-from tests.support.training import COMMON, last_wins, make_trainer
+from tests.support.ranks import run_ranks
+from tests.support.training import COMMON, last_wins, make_trainer, train_rank
 
 LAYERS, HEADS = 2, 4
 SIZES = (
@@ -272,3 +274,41 @@ def test_nothing_is_collected_between_steps() -> None:
         trainer.step()
         assert isinstance(trainer.job.model, Decoder)
         assert all(attention.row_statistic is None for attention in trainer.job.model.attentions().values())
+
+
+def test_a_step_has_the_largest_score_and_the_number_of_clipped_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched, ready(*GROUPED, "--qk-clip-threshold", "3.2") as trainer:
+        seen = recorded(patched)
+        scores = trainer.step().update.scores
+    every = [statistic for heads in largest(seen, by_maximum=False).values() for statistic in heads]
+    assert scores is not None
+    assert scores.tolist() == pytest.approx([max(every), sum(statistic > 3.2 for statistic in every)], rel=1e-12)
+
+
+def logged(ranks: int, *flags: str) -> Outcome:
+    """Return the outcome of a run."""
+    outcome = run_ranks(ranks, train_rank, "moe", last_wins(COMMON, (*SIZES, *GROUPED, *flags)), group=False)[0]
+    assert isinstance(outcome, Outcome)
+    return outcome
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [(4, ("--mp-degree", "2", "--pp-degree", "2")), (2, ("--cp-degree", "2", "--sharding-stage", "2"))],
+)
+def test_every_layout_logs_the_scores_of_one_process(ranks: int, layout: tuple[str, ...]) -> None:
+    flags = ("--qk-clip-threshold", "3.2")
+    whole, cut = (logged(count, *flags, *more) for count, more in ((1, ()), (ranks, layout)))
+    for one, other in zip(whole.records, cut.records, strict=True):
+        assert one.qk_clip_largest is not None
+        assert other.qk_clip_largest == pytest.approx(one.qk_clip_largest, rel=1e-10)
+        assert other.qk_clipped_heads == one.qk_clipped_heads
+    assert 0 < (whole.records[0].qk_clipped_heads or 0) <= (LAYERS + 1) * HEADS
+    assert f"{whole.records[-1].qk_clipped_heads} heads clipped" in describe(whole.records[-1], 6)
+    assert whole.records[0].to_dict()["qk_clip_largest"] == whole.records[0].scalars()["optimizer/qk_clip_largest"]
+
+
+def test_a_run_without_it_logs_no_scores() -> None:
+    (record, *_) = logged(1, "--train-iters", "1").records
+    assert "qk_clip_largest" not in record.to_dict()
+    assert "heads clipped" not in describe(record, 1)
