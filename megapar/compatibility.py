@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from megapar.errors import Complaint
 from megapar.model.spec import MODELS
 from megapar.rules import ampipe, data, dispatch, layout, model, not_built, pipeline, progressive, runtime, training
+from megapar.schema.phase_plan import parse_phases
 from megapar.schema.rule import ADVICE, DOWNGRADE, LIFTED, NOT_BUILT, REFUSE, SETTLED, Facts, Rule
 
 __all__ = [
@@ -80,4 +81,28 @@ def check(values: Mapping[str, Any], strict: bool = False, rules: Iterable[Rule]
             by.update({name: rule.id for name, value in rule.sets if values.get(name) != value})
         else:
             refused.append(complaint)
+    for place, phase in _phases(values):
+        for rule in RULES:
+            checked = rule.kind in (REFUSE, NOT_BUILT) and "data_phases" not in rule.reads
+            if checked and rule.broken(phase) and not rule.broken(values):
+                found = refused if rule.kind == REFUSE else not_built
+                text = f"in the phase from {place} on: {rule.text(phase)}"
+                found.append(Complaint(rule.id, text, rule.advice(phase)))
     return RuleFindings(tuple(refused), tuple(not_built), tuple(warnings), sets, by)
+
+
+def _phases(values: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the place of each phase with another length or batch, and the values of a run that is this phase."""
+    for phase in parse_phases(values["data_phases"]) if values.get("data_phases") else ():
+        own = {"seq_length": phase.seq_length, "global_batch_size": phase.batch}
+        own = {name: value for name, value in own.items() if value is not None and value != values.get(name)}
+        if not own:
+            continue
+        requested = {**values.get("requested", {}), **own}
+        if phase.batch is not None:
+            requested["gradient_merge_acc_step"] = own["rampup_batch_size"] = None
+        phase_values = {**values, **own, "requested": requested}
+        if phase.batch is not None and {"micro_batch_size", "data_ranks"} <= values.keys():
+            step = values["micro_batch_size"] * values["data_ranks"]
+            phase_values["gradient_merge_acc_step"] = max(1, phase.batch // step)
+        yield phase.place, phase_values

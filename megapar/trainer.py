@@ -20,7 +20,7 @@ from torch import Tensor
 from megapar.arguments import Config
 from megapar.checkpoints.export import export
 from megapar.checkpoints.export.from_hf import load_hf
-from megapar.checkpoints.ownership.continuation import continue_run
+from megapar.checkpoints.ownership.continuation import STOP, continue_run
 from megapar.checkpoints.ownership.identity import RECORD
 from megapar.checkpoints.ownership.scalars import NAMES, Loaded, Start
 from megapar.checkpoints.save_load import local_saves, state
@@ -34,7 +34,7 @@ from megapar.core.recompute.adaptive import Adaptive
 from megapar.data.batches import Loader
 from megapar.data.corpus import Corpus
 from megapar.data.own_data import OwnData
-from megapar.data.sampling.skipping import effective, merged, parse_range
+from megapar.data.sampling.skipping import effective, merged, parse_range, sample_at
 from megapar.data.tokenizers.load import store_tokenizer
 from megapar.health.corruption.guards import Guards, make_guards
 from megapar.health.declaration import make_entry
@@ -362,6 +362,8 @@ class Trainer:
             if self._done:
                 self._report_nothing_left()
             while not self._done:
+                if line := messages.phase_begins(self.config, self.progress):
+                    self._message(line)
                 for callback in callbacks:
                     callback.before_step(self.progress.iteration + 1)
                 with self.corpus.reading():
@@ -390,7 +392,21 @@ class Trainer:
 
     @property
     def _done(self) -> bool:
-        return bool(self.control.stop) or self.progress.iteration >= self.config.training.train_iters
+        return bool(self.control.stop) or self._ended
+
+    @property
+    def _ended(self) -> bool:
+        """The run is complete: all steps are done, or the next one would repeat a sample and must not."""
+        return self.progress.iteration >= self.config.training.train_iters or bool(self._ended_source)
+
+    @property
+    def _ended_source(self) -> str:
+        """The source that ends the run before its last step, or ""."""
+        if self.config.data.on_source_end != STOP or self.corpus.source_end is None:
+            return ""
+        (sample, source), progress = self.corpus.source_end, self.progress
+        last = sample_at(progress.consumed_samples + self.stepper.feed.batch_size(progress) - 1, self._skipped)
+        return source if last >= sample else ""
 
     def _after_step(self) -> None:
         """Adapt recomputation, check, log, save and evaluate, each if it is due."""
@@ -400,7 +416,7 @@ class Trainer:
         self.checkpoints.poll()
         self._log_messages()
         self._check(saved=False)
-        last = iteration == training.train_iters
+        last = self._ended
         evaluates = training.eval_interval > 0 and (_due(iteration, training.eval_interval) or last)
         if evaluates or _due(iteration, self.config.logging.log_interval) or self.places.due(iteration):
             self._flush(evaluates=evaluates)
@@ -439,8 +455,8 @@ class Trainer:
         if self.local_saves is not None:
             self.local_saves.remove()
         self.job.sharding.wait()
-        done = self.progress.iteration >= self.config.training.train_iters  # even if the run was also asked to stop
-        return export.export(self.config, self.job, self.corpus.tokenizer) if done else None
+        ended = self._ended  # even if the run was also asked to stop
+        return export.export(self.config, self.job, self.corpus.tokenizer) if ended else None
 
     def _flush(self, *, evaluates: bool = False) -> None:
         self.stepper.resolve_pending()
@@ -594,7 +610,7 @@ class Trainer:
 
     def _report_nothing_left(self) -> None:
         training = self.config.training
-        if training.train_iters:
+        if training.train_iters and not self._ended_source:
             self._message(messages.nothing_left(self.progress.iteration, training.train_iters))
         if training.eval_interval:  # a run without steps is the way to evaluate a checkpoint
             means, samples = self._evaluate(), self.corpus.heldout or ()
@@ -602,7 +618,8 @@ class Trainer:
 
     def _report_end(self, exported: Path | None) -> None:
         stop, folder = self.control.stop, self.checkpoints.folder
-        for line in messages.farewell(self.config, self.progress.iteration, stop, folder, exported):
+        source = self._ended_source
+        for line in messages.farewell(self.config, self.progress.iteration, stop, folder, exported, source):
             self._message(line)
 
 

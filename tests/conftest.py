@@ -18,6 +18,16 @@ __all__ = ["any_store", "store_root"]
 TABLES = ("table", "flags", "presets")  # markers of what is drawn from
 
 
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Every line that a run says."""
+    from megapar.training.reports.terminal import PlainTerminal
+
+    lines: list[str] = []
+    monkeypatch.setattr(PlainTerminal, "print_message", lambda self, text: lines.append(text))
+    return lines
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Draw the same examples in every run, and give this worker, and every rank that it starts, its share of the cores.
 

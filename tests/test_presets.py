@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from megapar.arguments import Config, parse
 from megapar.tools.tracing.pretend import pretend
-from megapar.training.step.schedules import make_batch_size, make_progressive
+from megapar.training.step.schedules import make_progressive
 from tests.test_configs import FILES, kind_of
 
 pytestmark = pytest.mark.presets
@@ -28,7 +28,7 @@ def ranks_of(path: Path) -> int:
 def first_batch(config: Config) -> int:
     """Samples of the first step, where batches grow, too."""
     grows = make_progressive(config)
-    return make_batch_size(config).at(0) if grows is None else grows.batch_at(0)
+    return config.phases.spans[0].batch.at(0) if grows is None else grows.batch_at(0)
 
 
 def few_micro_batches(path: Path) -> Config:

@@ -108,7 +108,7 @@ def _field(values: Mapping[str, Any]) -> str:
 
 def _items(paths: Any) -> list[str]:
     try:
-        return [item for _, item in blend_of(paths or ())]
+        return [item.path for item in blend_of(paths or ())]
     except ValueError:  # refused by a row of the matrix
         return []
 
@@ -119,7 +119,7 @@ def _is_mixture(text: str) -> bool:
         parts = blend_of(text.split())
     except ValueError:
         return False
-    return bool(parts) and parts[0][0] is not None
+    return bool(parts) and parts[0].weight is not None
 
 
 def _prefix(path: str) -> str | None:

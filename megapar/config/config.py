@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -19,7 +20,9 @@ from megapar.model.rope_scaling import RopeScaling
 from megapar.model.sizes import ModelSizes
 from megapar.model.spec import MODELS, selected_model
 from megapar.moe.sizes import MoeSizes
+from megapar.schema.batch_size import BatchSize
 from megapar.schema.flag import KINDS, MOE, Flag, from_flags, to_flag, to_flags
+from megapar.schema.phase_plan import PhasePlan, PhaseSpan, parse_phases, plan_phases
 
 NOT_BUILT_NOTE = "NOT BUILT, a start is refused: "  # how notes about features of a later version begin
 
@@ -134,6 +137,25 @@ class Config:
         """Return the value of a flag by its name."""
         group = FLAGS[name].group
         return self.values()[name] if group in ("model", "moe") else getattr(getattr(self, group), name)
+
+    @cached_property
+    def phases(self) -> PhasePlan:
+        """The phases of the data; a run without ``--data-phases`` is one."""
+        training, written = self.training, self.data.data_phases
+        batch = BatchSize(training.global_batch_size, *(training.rampup_batch_size or ()))
+        return plan_phases(parse_phases(written) if written else (), self.model.seq_length, batch)
+
+    def of_phase(self, span: PhaseSpan) -> Config:
+        """Return the configuration of a run that is one phase of this one, after a ramp of the batch."""
+        batch, share = span.batch.final, self.training.micro_batch_size * self.runtime.data_ranks
+        training = replace(self.training, global_batch_size=batch, rampup_batch_size=None)
+        return replace(
+            self,
+            model=replace(self.model, seq_length=span.seq_length),
+            sharding=replace(self.sharding, gradient_merge_acc_step=batch // share),
+            training=training,
+            data=replace(self.data, data_phases=None),
+        )
 
     def values(self) -> dict[str, Any]:
         """Return the values of all flags by name."""

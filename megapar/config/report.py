@@ -122,12 +122,31 @@ def effective(config: Config) -> str:
         f"  {training.global_batch_size} sequences = micro-batch {training.micro_batch_size} x "
         f"{config.sharding.gradient_merge_acc_step} micro-batches x {data_ranks} data ranks; "
         f"{training.global_batch_size * config.model.seq_length} tokens per step",
+        *("", "phases") * bool(config.data.data_phases),
+        *(f"  {line}" for line in phase_lines(config)),
         "",
         "ranks",
         f"  {config.grid.describe()}",
         *(f"  {line}" for line in group_lines(config.grid)),
     ]
     return "\n".join(lines) + "\n"
+
+
+def phase_lines(config: Config) -> Iterator[str]:
+    """Yield a line for each phase of the data that the run reaches, and for each that it does not."""
+    if not config.data.data_phases:
+        return
+    reached = list(config.phases.until(config.training.train_iters))
+    for number, span in enumerate(config.phases.spans):
+        weights = ", ".join(f"{name} {float(weight):g}" for name, weight in span.weights)
+        rate = "" if span.rate is None else f", lr to {span.rate.to:g} ({span.rate.style})"
+        place = f"after {span.first_step:,} steps, {span.first_sample:,} samples and {span.first_position:,} positions"
+        size = "not reached"
+        if number < len(reached):
+            end = reached[number][1]
+            steps, count = end.first_step - span.first_step, end.first_position - span.first_position
+            size = f"{steps:,} steps of {span.batch.final:,} x {span.seq_length:,}, {count:,} positions"
+        yield f"{place if number else 'from the start'}: {weights}; {size}{rate}"
 
 
 def remarks(config: Config) -> str:

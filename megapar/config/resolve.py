@@ -11,6 +11,7 @@ from megapar.files.paths import METRICS
 from megapar.model.attention.latent import cheaper_exchange
 from megapar.model.decoder.sizes import DENSE_BLOCK, LAYER_BLOCK
 from megapar.model.rope_scaling import LLAMA3
+from megapar.schema.phase_plan import parse_phases
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,10 @@ def _quotient(whole: int, part: int) -> int | None:
 
 def _head_dim(hidden: int, heads: int, latent: bool, plain: int, rotated: int) -> int | None:
     return plain + rotated if latent else _quotient(hidden, heads)
+
+
+def _longest(length: int, phases: str | None) -> int:
+    return max([length, *(phase.seq_length or length for phase in parse_phases(phases))]) if phases else length
 
 
 def _ffn(hidden: int, activation: str) -> int:
@@ -139,7 +144,7 @@ DERIVATIONS: tuple[Derivation, ...] = (
         settled=True,
     ),
     Derivation("task_ffn_hidden_size", ("task_hidden_size",), lambda hidden: 4 * hidden),
-    Derivation("max_position_embeddings", ("seq_length",), lambda length: length),
+    Derivation("max_position_embeddings", ("seq_length", "data_phases"), _longest),
     Derivation(
         "original_max_position_embeddings", ("rope_scaling_type",), lambda kind: 8192 if kind == LLAMA3 else 4096
     ),

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from megapar.schema import role as roles
 from megapar.schema.flag import ERNIE, MOE, Alias, fact, flag
+from megapar.schema.phase_plan import phases_text
 
 METRICS_OFF = "off"  # a value of --metrics-jsonl
 
@@ -19,15 +20,34 @@ class DataOptions:
     data_path: tuple[str, ...] = flag(
         ("builtin",),
         "training data: text, JSONL or parquet files (also .gz, .zst), folders of them, prefixes of .bin/.idx files, "
-        "or weights and paths in turn; builtin: Python's documentation; mock: random tokens",
-        aliases=("train-data-path", Alias("mock-data", ("mock",))),
+        "or weights and paths in turn, each path perhaps with a name (NAME=PATH); builtin: Python's documentation; "
+        "mock: random tokens",
+        aliases=("train-data-path", "sources", Alias("mock-data", ("mock",))),
         path=True,
+        named=True,
     )
     eval_data_path: tuple[str, ...] = flag(
         (),
         "held-out data for evaluation, in the form of --data-path; mock only together with --data-path mock",
         aliases=("valid-data-path",),
         path=True,
+        named=True,
+    )
+    data_phases: str | None = flag(
+        None,
+        "phases of the named sources of --data-path, separated by semicolons: where each begins, the weights of its "
+        "sources, and perhaps its seq-length, global-batch-size and lr, as in '0: a=1,b=1; 10B tokens: a=3,b=1,c=2 "
+        "lr=1e-6:linear'; in YAML a list",
+        aliases=("phases",),
+        models=MOE,
+        form=phases_text,
+    )
+    on_source_end: str = flag(
+        "repeat",
+        "when a source has no sample left that was not read: repeat it in another order, or stop before the first "
+        "global batch that would repeat one",
+        choices=("repeat", "stop"),
+        models=MOE,
     )
     split: str | None = flag(
         None,

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from megapar.config.hints import near_choice, plain_number
+from megapar.files.data_files import split_name
 from megapar.files.paths import is_url
 from megapar.schema.flag import Flag
 from megapar.schema.legal_values import MAX_INT
+from megapar.schema.phase_plan import NAME
 
 _BITS = 1000  # a larger number is not printed in full: Python refuses to, or takes seconds
 
@@ -59,6 +61,13 @@ class BadValue(ValueError):
 
 def convert(flag: Flag, raw: Any) -> Any:
     """Return the flag's value for ``raw``: a string, a YAML scalar or a list of them. Raises BadValue."""
+    if flag.form is not None:
+        try:
+            raw = flag.form(raw)
+        except ValueError as error:
+            raise BadValue("value", f"{flag.spelling}: {error}.") from None
+    if flag.named and isinstance(raw, dict):
+        raw = [_with_name(flag, name, path) for name, path in raw.items()]
     if flag.type in ("strings", "integers"):
         return _list(flag, raw)
     if flag.type == "bool":
@@ -85,6 +94,13 @@ def _bool(flag: Flag, raw: Any) -> bool:
     if text not in TRUE + FALSE:
         raise BadValue("value", f"{flag.spelling} takes true or false, got {shown(raw)}.")
     return text in TRUE
+
+
+def _with_name(flag: Flag, name: str, path: Any) -> str:
+    if not NAME.fullmatch(name) or not isinstance(path, str):
+        message = f"{flag.spelling} takes a path for each name, got {shown(name)}: {shown(path)}."
+        raise BadValue("value", message, "A name has letters, digits, points, hyphens and underscores.")
+    return f"{name}={path}"
 
 
 def _list(flag: Flag, raw: Any) -> tuple[Any, ...]:
@@ -175,10 +191,15 @@ def expanded(flag: Flag, value: Any, environ: Mapping[str, str]) -> Any:
         if isinstance(value, tuple):
             if not value and any(flag.defaults.values()):
                 raise BadValue("value", "is an empty list.", "Leave it out, or name a path.")
-            return tuple(expand(path, environ) for path in value)
+            return tuple(_expand_item(flag, path, environ) for path in value)
         return expand(value, environ)
     except BadValue as error:
         raise BadValue(error.rule, f"{flag.spelling} {error}", error.fix) from None
+
+
+def _expand_item(flag: Flag, item: str, environ: Mapping[str, str]) -> str:
+    name, path = split_name(item) if flag.named else ("", item)
+    return f"{name}={expand(path, environ)}" if name else expand(path, environ)
 
 
 def expand(path: str, environ: Mapping[str, str]) -> str:
@@ -213,5 +234,7 @@ def remote_paths(flags: Mapping[str, Flag], values: Mapping[str, Any]) -> tuple[
     for name, flag in flags.items():
         value = values.get(name) if flag.path and name != "hf_dataset" else None
         paths = value if isinstance(value, tuple) else (value,)
+        if flag.named:
+            paths = tuple(split_name(path)[1] for path in paths if path)
         urls += [f"{flag.spelling} {path}" for path in paths if isinstance(path, str) and is_url(path)][:1]
     return tuple(urls)

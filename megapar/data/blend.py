@@ -23,32 +23,40 @@ class Group(NamedTuple):
         weight: Weight in the blend; None if no weights are given.
         paths: Paths of text, or the prefix of one indexed file.
         indexed: True if ``paths`` is the prefix of an indexed file.
+        name: Name of the path; "" without names.
     """
 
     weight: Fraction | None
     paths: tuple[str, ...]
     indexed: bool
+    name: str = ""
 
 
 def groups_of(paths: Sequence[str]) -> tuple[Group, ...]:
     """Return the corpora that ``paths`` names; consecutive texts without weights are one corpus."""
     corpora: list[Group] = []
-    for weight, path in blend_of(paths):
+    for weight, path, name in blend_of(paths):
         indexed = is_indexed(path)
-        if corpora and weight is None and not indexed and not corpora[-1].indexed:
+        if corpora and weight is None and not (name or indexed or corpora[-1].indexed):
             corpora[-1] = Group(None, (*corpora[-1].paths, path), False)
         else:
-            corpora.append(Group(weight, (path,), indexed))
+            corpora.append(Group(weight, (path,), indexed, name))
     return tuple(corpora)
 
 
 @dataclass(frozen=True)
 class BlendSource:
-    """One corpus of a blend: sources of text, or a file of tokens. ``weight`` is None if no weights are given."""
+    """One corpus of a blend: sources of text, or a file of tokens.
+
+    Attributes:
+        weight: None if no weights are given.
+        label: The name in front of its path; "" without names.
+    """
 
     weight: Fraction | None
     sources: tuple[TextSource, ...]
     indexed: IndexedDataset | None = None
+    label: str = ""
 
     @property
     def name(self) -> str:
@@ -64,9 +72,9 @@ def open_blend(
     ``field`` and ``report`` are those of ``source.open_sources``. Raises DataError if a path cannot be read.
     """
     corpora = [
-        BlendSource(group.weight, (), _opened(group.paths[0]))
+        BlendSource(group.weight, (), _opened(group.paths[0]), group.name)
         if group.indexed
-        else BlendSource(group.weight, open_sources(group.paths, field, report))
+        else BlendSource(group.weight, open_sources(group.paths, field, report), label=group.name)
         for group in groups_of(paths)
     ]
     if not corpora:

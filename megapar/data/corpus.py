@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from megapar.data.batches import Collate
 from megapar.data.blend import BlendSource, open_blend, open_stores
 from megapar.data.cache import hash_parts, make_once
 from megapar.data.sample_maker import DecoderSampleMaker, ErnieSampleMaker, MadeSamples, Maker, Packing
-from megapar.data.sampling.data_phases import Phases
+from megapar.data.sampling.data_phases import PhasedSamples, Phases
 from megapar.data.sampling.ernie import SHORTEST_SEQUENCE
 from megapar.data.sampling.samples import TokenPieces
 from megapar.data.tasks.build import TaskData
@@ -65,10 +66,26 @@ class Corpus(MadeSamples):
             self.check_files()
             raise
 
-    def in_phases(self, phases: Phases) -> Corpus:
-        """Return this corpus with the training samples of a run whose data changed on the way."""
+    @cached_property
+    def source_end(self) -> tuple[int, str] | None:
+        """The first sample that its source has given before, and the source; None if the run never repeats one."""
+        train = self.train
+        found = train.first_repeated() if isinstance(train, PhasedSamples) else None
+        if found is None or not isinstance(train, PhasedSamples):
+            return None
+        phase = next(phase for phase in reversed(train.phases) if found[1] in phase.lanes)
+        number = phase.lanes.index(found[1])
+        part = number if phase.parts is None else phase.parts[number]
+        whole = phase.parts is None and len(phase.lanes) == 1 < len(self.contents)
+        return found[0], "the data" if whole else self.contents[part].name
+
+    def in_phases(self, phases: Phases, first: int = -1) -> Corpus:
+        """Return this corpus with the training samples of a run whose data changes on the way.
+
+        Those of phases before ``first`` cannot be read. The last phases have the sources of this corpus.
+        """
         assert self.phased is not None
-        return replace(self, train=self.phased(phases))
+        return replace(self, train=self.phased(phases, range(len(phases))[first]))
 
 
 def build(

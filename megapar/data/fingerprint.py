@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -42,6 +42,7 @@ class Fingerprint:
         weight: Weight in the mixture; None if no weights are given.
         cut: BY_TEXT or BY_POSITION, the way its documents are split; "" if they are not.
         unread: Bytes to read before ``value`` is known.
+        named: ``name`` is the one that ``--data-path`` gives it (NAME=PATH), not a path.
     """
 
     name: str
@@ -49,10 +50,11 @@ class Fingerprint:
     weight: Fraction | None
     cut: str
     unread: int = 0
+    named: bool = False
 
 
 def fingerprints_of(paths: Sequence[str], field: str = FIELD, *, may_read: bool = True) -> tuple[Fingerprint, ...]:
-    """Return the fingerprints of the sources that ``--data-path`` names, in order.
+    """Return the fingerprints of the sources that ``--data-path`` names, in order, or in that of their names.
 
     ``field`` is that of ``source.open_sources``; without ``may_read``, only the cache is used. Raises DataError if a
     source cannot be read.
@@ -63,6 +65,10 @@ def fingerprints_of(paths: Sequence[str], field: str = FIELD, *, may_read: bool 
         return (Fingerprint(paths[0], paths[0], None, ""),)  # the caller's name stands for the content
     groups = groups_of(paths)
     fingerprints = [_of_group(group, field, may_read) for group in groups]
+    if groups and groups[0].name:
+        pairs = zip(groups, fingerprints, strict=True)
+        fingerprints = [replace(each, name=group.name, named=True) for group, each in pairs]
+        return tuple(sorted(fingerprints, key=lambda each: each.name))
     if len(fingerprints) == 1 or fingerprints[0].weight is not None:
         return tuple(fingerprints)
     values = [each.value for each in fingerprints if each.value is not None]

@@ -6,12 +6,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import partial
+from functools import cache, partial
 from typing import Generic, TypeVar
 
 from megapar.data.batches import Collate, collate_decoder, collate_ernie
 from megapar.data.blend import BlendSource
-from megapar.data.sampling.data_phases import PhasedPieces, Phases
+from megapar.data.sampling.data_phases import PhasedPieces, PhasedSamples, Phases
 from megapar.data.sampling.ernie import PAIR_MARKS, ErnieSamples, Spans
 from megapar.data.sampling.mixture import Blend
 from megapar.data.sampling.samples import (
@@ -67,12 +67,13 @@ def contents_of(sources: Sequence[BlendSource], blend: StoreBlend, pieces: Seque
 
 
 def _name(source: BlendSource) -> str:
+    label = f"{source.label}=" if source.label else ""
     if source.indexed is not None:
-        return f"{source.name} (.bin/.idx)"
+        return f"{label}{source.name} (.bin/.idx)"
     names = [_shown(text.name) for text in source.sources]
     more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
     files = f" ({len(names)} files)" if len(names) > 1 else ""
-    return f"{', '.join(names[:MOST_NAMES])}{more}{files}"
+    return f"{label}{', '.join(names[:MOST_NAMES])}{more}{files}"
 
 
 def _shown(name: str) -> str:
@@ -89,14 +90,14 @@ class MadeSamples:
     Attributes:
         heldout: Held-out samples, in an order that does not depend on the seed; None if there are none.
         contents: Counts of each training corpus.
-        phased: Makes the training samples of a run whose data changed on the way.
+        phased: Makes the training samples of a run whose data changes on the way, from a phase on.
     """
 
     train: Samples
     heldout: Samples | None
     contents: tuple[Content, ...] = ()
     heldout_contents: tuple[Content, ...] = ()
-    phased: Callable[[Phases], Samples] | None = None
+    phased: Callable[[Phases, int], PhasedSamples] | None = None
 
 
 @dataclass(frozen=True)
@@ -138,10 +139,16 @@ class SampleMaker(ABC, Generic[P]):
     ) -> MadeSamples:
         """Return the samples of token stores. ``sources`` are in the order of the stores."""
         train, contents = self._pieces(stores.train, sources.train, held_out=False)
-        if stores.heldout is None:
-            return self._made(TrainHeldout(train, None), tokenizer, contents)
-        heldout, heldout_contents = self._pieces(stores.heldout, sources.heldout or sources.train, held_out=True)
-        return self._made(TrainHeldout(train, heldout), tokenizer, contents, heldout_contents)
+
+        @cache
+        def parts(seq_length: int) -> list[P]:
+            maker = replace(self, seq_length=seq_length)
+            return [maker.of_store(store, held_out=False) for store in stores.train.stores]
+
+        heldout, heldout_contents = None, ()
+        if stores.heldout is not None:
+            heldout, heldout_contents = self._pieces(stores.heldout, sources.heldout or sources.train, held_out=True)
+        return self._made(TrainHeldout(train, heldout), tokenizer, contents, heldout_contents, parts)
 
     def streamed(self, name: str, field: str, tokenizer: Tokenizer) -> MadeSamples:
         """Return the samples of a streamed dataset. Raises DataError if it cannot be read."""
@@ -172,11 +179,22 @@ class SampleMaker(ABC, Generic[P]):
         tokenizer: Tokenizer,
         contents: tuple[Content, ...],
         heldout_contents: tuple[Content, ...] = (),
+        parts: Callable[[int], Sequence[P]] | None = None,
     ) -> MadeSamples:
+        """Return the samples of pieces. ``parts``: returns the pieces of each source for a length of samples."""
         samples = self.samples(pieces, tokenizer)
 
-        def phased(phases: Phases) -> Samples:
-            return self.samples(replace(pieces, train=PhasedPieces(pieces.train, phases)), tokenizer).train
+        def phased(phases: Phases, first: int) -> PhasedSamples:
+            read, sizes = [], {}
+            for number, phase in enumerate(phases[first:], first):
+                train, maker = pieces.train, replace(self, seq_length=phase.seq_length or self.seq_length)
+                if phase.parts is not None and parts is not None:
+                    own = [parts(maker.seq_length)[part] for part in phase.parts]
+                    train = own[0] if len(own) == 1 else Blend(own, phase.weights)
+                ordered = PhasedPieces(train, phases[: number + 1])
+                sizes.update(ordered.sizes)
+                read.append(maker.samples(replace(pieces, train=ordered), tokenizer).train)
+            return PhasedSamples(phases, read, sizes)
 
         return MadeSamples(samples.train, samples.heldout, contents, heldout_contents, phased)
 

@@ -20,6 +20,7 @@ from typing import IO, Any, NamedTuple
 
 from megapar.errors import DataError
 from megapar.files.regular_file import HEAD_BYTES, PAGE, not_itself, not_this
+from megapar.schema.phase_plan import NAME
 
 JSONL = (".jsonl", ".json", ".ndjson")
 """Suffixes of files with one JSON record per line."""
@@ -260,12 +261,37 @@ def _zstandard(path: Path) -> _Opened:
     return io.BufferedReader(stream, 1 << 18), (pyarrow.ArrowException, OSError)
 
 
-def blend_of(paths: Sequence[str]) -> tuple[tuple[Fraction | None, str], ...]:
-    """Parse ``0.7 A 0.3 B`` into pairs of weight and path; paths without weights have None.
+class BlendItem(NamedTuple):
+    """A path of ``--data-path`` with its weight, None without weights, and its name, "" without one."""
+
+    weight: Fraction | None
+    path: str
+    name: str = ""
+
+
+def split_name(word: str) -> tuple[str, str]:
+    """Split ``NAME=PATH``; the name is "" for any other word, and if a file of the whole word exists."""
+    name, _, path = word.partition("=")
+    if not path or not NAME.fullmatch(name) or any(Path(f"{word}{suffix}").exists() for suffix in ("", *INDEXED)):
+        return "", word
+    return name, path
+
+
+def blend_of(paths: Sequence[str]) -> tuple[BlendItem, ...]:
+    """Parse ``0.7 A 0.3 B`` into weights and paths, of which all or none have names, as in ``0.7 a=A 0.3 b=B``.
 
     There are weights if the first item is a number; a file whose name is a number is written as ``./7``. Raises
-    ValueError if weights and paths do not alternate, or a weight is 0.
+    ValueError if weights and paths do not alternate, a weight is 0, or names are repeated or missing.
     """
+    pairs = _weighted(paths)
+    items = tuple(BlendItem(weight, *reversed(split_name(word))) for weight, word in pairs)
+    names = [item.name for item in items if item.name]
+    if names and len(set(names)) < len(items):
+        raise ValueError("a name is repeated, or some paths have none")
+    return items
+
+
+def _weighted(paths: Sequence[str]) -> tuple[tuple[Fraction | None, str], ...]:
     if not paths or not NUMBER.fullmatch(paths[0]):
         if any(NUMBER.fullmatch(path) for path in paths):
             raise ValueError("a weight follows its path instead of preceding it")

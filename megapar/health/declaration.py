@@ -270,7 +270,8 @@ def _sources(name: str, sources: Sequence[Fingerprint]) -> dict[str, str]:
     for number, source in enumerate(sources, 1):
         weight = f" with weight {float(source.weight)!r}" if source.weight is not None else ""
         split = f", split by {source.cut}" if source.cut else ""
-        facts[f"source {number} of {name}"] = f"{(source.value or 'unknown')[:_SHOWN]}{weight}{split}"
+        named = f"{source.name}, " if source.named else ""
+        facts[f"source {number} of {name}"] = f"{named}{(source.value or 'unknown')[:_SHOWN]}{weight}{split}"
     return facts
 
 

@@ -21,6 +21,7 @@ from megapar.planning.planned_run import PlannedRun, Shared
 from megapar.planning.speed import Speed, predict
 from megapar.planning.traffic import Link, host_traffic, link, stage_traffic
 from megapar.planning.variation import changed, differing, widened
+from megapar.schema.phase_plan import PhaseSpan
 from megapar.schema.rule import divisors
 from megapar.training.building.device_choices import with_figures
 
@@ -46,7 +47,7 @@ class Plan:
 
     Attributes:
         kind: Kind of the devices, with the figures that flags replace.
-        run: Input of the formulas.
+        run: Input of the formulas; of several phases of the data, that with the longest samples.
 
     Args:
         token_budget: Tokens of the whole run; None for those of ``--train-iters``.
@@ -66,7 +67,9 @@ class Plan:
             raise ConfigError(complaints)
         self.config = config
         self.kind = kind
-        self.run = PlannedRun(config, kind, assumed, shared or Shared())
+        longest = max(config.phases.spans, key=lambda span: span.seq_length)
+        run = config.of_phase(longest) if config.data.data_phases else config
+        self.run = PlannedRun(run, kind, assumed, shared or Shared())
         self._token_budget = token_budget
 
     @cached_property
@@ -116,17 +119,30 @@ class Plan:
     @property
     def tokens_per_step(self) -> int:
         """Tokens of the global batch."""
-        return self.config.training.global_batch_size * self.run.sizes.seq_length
+        return self.run.config.training.global_batch_size * self.run.sizes.seq_length
 
     @property
     def token_budget(self) -> float:
         """Tokens of the whole run."""
-        return self._token_budget or self.config.training.train_iters * self.tokens_per_step
+        return self._token_budget or self.config.phases.after(self.config.training.train_iters).first_position
+
+    @cached_property
+    def phase_seconds(self) -> tuple[tuple[PhaseSpan, int, float], ...]:
+        """(Phase, its steps, the time of each) of the phases of the data that the run reaches; () without phases."""
+        reached = self.config.phases.until(self.config.training.train_iters) if self.config.data.data_phases else ()
+        found = []
+        for span, end in reached:
+            run = PlannedRun(self.config.of_phase(span), self.kind, self.run.assumed)
+            found.append((span, end.first_step - span.first_step, predict(run).step_seconds))
+        return tuple(found)
 
     @property
     def days(self) -> float:
         """Days of the whole run, without interruptions."""
-        return self.token_budget / self.speed.tokens_per_second / SECONDS_PER_DAY
+        seconds = self.token_budget / self.speed.tokens_per_second
+        if self.phase_seconds and not self._token_budget:
+            seconds = sum(steps * each for _, steps, each in self.phase_seconds)
+        return seconds / SECONDS_PER_DAY
 
     def link(self, axis: str) -> Link:
         """Return the placement of a group's ranks on nodes."""
@@ -248,6 +264,10 @@ class Plan:
             "tokens_per_step": self.tokens_per_step,
             "token_budget": self.token_budget,
             "days": self.days,
+            "phases": [
+                {"first_step": span.first_step, "steps": steps, "seq_length": span.seq_length, "step_seconds": seconds}
+                for span, steps, seconds in self.phase_seconds
+            ],
         }
 
 

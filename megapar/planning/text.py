@@ -111,6 +111,9 @@ def _speed(plan: Plan) -> Iterator[str]:
     if plan.run.config.training.fp8:
         yield f"  of fp8's peak  {speed.mfu * peak / plan.kind.peak('fp8'):.1%} of {_teraflops(plan.kind.peak('fp8'))}"
     yield f"  tokens/s       {speed.tokens_per_second:,.0f}, {speed.tokens_per_second / world:,.0f} per device"
+    for number, (span, steps, seconds) in enumerate(plan.phase_seconds, 1):
+        step = f"{span.batch.final:,} x {span.seq_length:,} tokens"
+        yield f"  phase {number:<9}{steps:,} steps of {seconds:.3f} s for {step}"
     yield f"  whole run      {_time(plan.days)} for {plan.token_budget:.4g} tokens"
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from functools import partial
 
-from megapar.files.data_files import NUMBER, blend_of
+from megapar.files.data_files import NUMBER, blend_of, split_name
+from megapar.schema.batch_size import BatchSize
 from megapar.schema.flag import MOE
+from megapar.schema.phase_plan import parse_phases, plan_phases
 from megapar.schema.rule import Facts, Rule
 
 SOURCE = "data"
@@ -33,9 +35,24 @@ def _holds_out(f: Facts) -> bool:
     return not _split(f) or float(f.split.split(",")[1]) > 0
 
 
+def _names(f: Facts) -> set[str]:
+    return {item.name for item in blend_of(f.data_path)} - {""} if _blends(f) else set()
+
+
+def _no_place(f: Facts) -> str:
+    """Return the reason why the phases have no places in the run; "" if they have."""
+    batch = BatchSize(f.global_batch_size, *(f.rampup_batch_size or ()))
+    try:
+        plan_phases(parse_phases(f.data_phases), f.seq_length, batch)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def _has_records(f: Facts) -> bool:
     """Return True if some data may consist of records; files are not opened here."""
-    files = [name for name in (*f.data_path, *f.eval_data_path) if not NUMBER.fullmatch(name)]
+    words = [word for word in (*f.data_path, *f.eval_data_path) if not NUMBER.fullmatch(word)]
+    files = [split_name(word)[1] for word in words]
     return f.data_source == "hf" or any(name not in ("builtin", "mock") for name in files)
 
 
@@ -46,10 +63,79 @@ RULES: tuple[Rule, ...] = (
         id="data-weights",
         reads=("data_path", "eval_data_path"),
         requires=_blends,
-        message="--data-path and --eval-data-path must be paths, or weights above 0 and paths in turn",
+        message=(
+            "--data-path and --eval-data-path must be paths, or weights above 0 and paths in turn; all paths have "
+            "different names (NAME=PATH), or none has one"
+        ),
         fix="Write --data-path 0.7 A 0.3 B, or leave the numbers out; write ./7 for a file whose name is a number.",
         passing="--data-path 0.7 a.jsonl 0.3 b.jsonl",
         failing="--data-path 0.7 a.jsonl b.jsonl",
+    ),
+    _row(
+        id="names-without-weights",
+        reads=("data_path", "eval_data_path", "data_phases"),
+        when=lambda f: len(_names(f)) > 1 and f.data_phases is None,
+        requires=lambda f: blend_of(f.data_path)[0].weight is not None,
+        message="several named sources of --data-path need weights, which each of them, or each phase, gives",
+        fix="Write --data-path 0.7 a=A 0.3 b=B, or set --data-phases.",
+        passing="--data-path 0.7 a=a.jsonl 0.3 b=b.jsonl",
+        failing="--data-path a=a.jsonl b=b.jsonl",
+    ),
+    _row(
+        id="phases-sources",
+        reads=("data_phases", "data_path", "eval_data_path"),
+        when=lambda f: f.data_phases is not None and _blends(f),
+        requires=lambda f: (
+            _names(f) == {name for phase in parse_phases(f.data_phases) for name, _ in phase.weights}
+            and blend_of(f.data_path)[0].weight is None
+        ),
+        message="--data-phases gives the weights of sources that --data-path names without weights, each in some phase",
+        fix=lambda f: (
+            "Write --data-path "
+            + " ".join(sorted({f"{name}=PATH" for phase in parse_phases(f.data_phases) for name, _ in phase.weights}))
+        ),
+        passing="--data-path a=a.jsonl b=b.jsonl --data-phases '0: a=1,b=2'",
+        failing="--data-path a=a.jsonl b=b.jsonl --data-phases '0: a=1'",
+        models=MOE,
+    ),
+    _row(
+        id="phases-places",
+        reads=("data_phases", "seq_length", "global_batch_size", "rampup_batch_size"),
+        when=lambda f: f.data_phases is not None,
+        requires=lambda f: not _no_place(f),
+        message="every phase of --data-phases needs a step, and a ramp of the batch size ends inside the first",
+        fix=lambda f: f"As it is, {_no_place(f)}.",
+        passing="--data-path a=a.jsonl --global-batch-size 4 --data-phases '0: a=1; 8 samples: a=2'",
+        failing="--data-path a=a.jsonl --global-batch-size 4 --data-phases '0: a=1; 1 iterations: a=2; 3 samples: a=1'",
+        models=MOE,
+    ),
+    _row(
+        id="phases-lr",
+        reads=("data_phases", "lr_decay_style"),
+        when=lambda f: f.data_phases is not None and f.lr_decay_style == "wsd",
+        requires=lambda f: not any(phase.rate for phase in parse_phases(f.data_phases)),
+        message="the lr of a phase and --lr-decay-style wsd would both end the stable learning rate",
+        fix="Choose --lr-decay-style constant, or leave the lr of the phases out.",
+        passing="--data-path a=a.jsonl --lr-decay-style constant --data-phases '0: a=1 lr=0'",
+        failing="--data-path a=a.jsonl --lr-decay-style wsd --data-phases '0: a=1 lr=0'",
+        models=MOE,
+    ),
+    _row(
+        id="phases-adaptive",
+        reads=("data_phases", "seq_length", "adaptive_recompute_device_size"),
+        when=lambda f: f.data_phases is not None and f.adaptive_recompute_device_size > 0,
+        requires=lambda f: len({phase.seq_length or f.seq_length for phase in parse_phases(f.data_phases)}) == 1,
+        message=(
+            "--adaptive-recompute-device-size chooses layers by what the first steps need, and later phases have "
+            "samples of another length"
+        ),
+        fix="Choose --recompute-interval 1, or one seq-length.",
+        passing="--data-path a=a.jsonl --adaptive-recompute-device-size 8 --data-phases '0: a=1'",
+        failing=(
+            "--data-path a=a.jsonl --adaptive-recompute-device-size 8 "
+            "--data-phases '0: a=1; 1 iterations: a=1 seq-length=8'"
+        ),
+        models=MOE,
     ),
     _row(
         id="override-data",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from functools import partial
 
+from megapar.files.data_files import split_name
 from megapar.files.paths import MOUNT, REMOTE
 from megapar.rules.sections import SECTIONS, is_section_limits
 from megapar.schema.flag import MOE
@@ -455,7 +456,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="data-alone",
         reads=("data_path", "eval_data_path"),
-        when=lambda f: "mock" in (*f.data_path, *f.eval_data_path),
+        when=lambda f: "mock" in {split_name(word)[1] for word in (*f.data_path, *f.eval_data_path)},
         requires=lambda f: f.data_path == ("mock",) and f.eval_data_path in ((), ("mock",)),
         message="mock must be the only item of --data-path, and allows nothing else in --eval-data-path",
         source="command line",

@@ -71,6 +71,9 @@ class Flag:
         after: Flag that precedes it in --help and docs/flags.md; "": the one before it in its dataclass.
         undrawn: Why the layout fuzzer of the tests does not draw it, if its role does not say so.
         other: Least other legal value, for tests, if its type does not say so (``tests/flags/table.py``).
+        named: Its paths may have names, NAME=PATH.
+        form: Returns the text that a value of another form stands for, such as a list of mappings in YAML. Raises
+            ValueError for a text or value that is not of its form.
     """
 
     name: str
@@ -98,6 +101,8 @@ class Flag:
     after: str = ""
     undrawn: str = ""
     other: Any = None
+    named: bool = False
+    form: Callable[[Any], str] | None = None
 
     @property
     def spelling(self) -> str:

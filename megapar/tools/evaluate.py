@@ -149,7 +149,7 @@ def _data(identity: Identity | None, options: Namespace, rest: Sequence[str]) ->
     split, names = identity.data.split, [source.name for source in identity.data.sources]
     if not options.data_path and ("--hf-dataset" in rest or identity.flags.get("data_source") == "hf"):
         return [] if split in (SEPARATE, DEFAULT_SPLIT) else ["--split", split]
-    known = names if len(names) == 1 and names[0] in IN_PACKAGE else None
+    known = names if len(names) == 1 and names[0] in IN_PACKAGE and not identity.data.sources[0].named else None
     paths = options.data_path or known
     if paths is None or (split == SEPARATE and paths != ["mock"]):
         where = "separate held-out text (--eval-data-path)" if split == SEPARATE else f"{', '.join(names)}"

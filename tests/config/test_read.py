@@ -8,6 +8,7 @@ import pytest
 
 from megapar.arguments import Config, parse
 from megapar.errors import ConfigError
+from megapar.schema.phase_plan import RateTarget
 
 EXAMPLE = """
     "sharding_segment_strategy": "segment_broadcast_MB",
@@ -190,6 +191,56 @@ def test_paths_are_expanded(tmp_path: Path) -> None:
     assert config.logging.metrics_jsonl == f"{tmp_path}/m.jsonl"
     assert config.data.data_path == (f"{tmp_path}/a.txt",)
     assert parse("ernie", ["--config", "$DATA/run.yaml"], environ).checkpoint.save == f"{tmp_path}/runs"
+
+
+def test_sources_and_phases_are_mappings_and_lists(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "sources: {web: ~/web.jsonl, code: $DATA/code.jsonl}\n"
+        "phases:\n- {at: 0, sources: {web: 3, code: 0.5}}\n"
+        "- {at: 1.5k, unit: samples, sources: {web: 1}, seq_length: 512, lr: {to: 0.0001, style: cosine}}\n"
+    )
+    line, environ = ["--config", str(path), "--rules-only"], {"HOME": "/home/a", "DATA": "/data"}
+    config = parse("moe", line, environ)
+    assert config.data.data_path == ("web=/home/a/web.jsonl", "code=/data/code.jsonl")
+    first, second = config.phases.spans
+    assert (first.first_sample, second.first_sample, second.first_step) == (0, 1500, 375)
+    assert (second.seq_length, second.rate, config.model.max_position_embeddings) == (
+        512,
+        RateTarget(1e-4, "cosine"),
+        512,
+    )
+    assert parse("moe", [*line, "--data-phases", "0: web=1,code=1"], environ).phases.spans[0].batch.final == 4
+    for more, words in (
+        ("seq_length: 511\ncp_degree: 2\n", "must divide --seq-length (--cp-degree 2"),
+        ("lr_decay_style: wsd\n", "[phases-lr]"),
+    ):
+        other = tmp_path / "more.yaml"
+        other.write_text(more)
+        with pytest.raises(ConfigError) as caught:
+            parse("moe", [*line, "--config", str(other), "--world-size", "2"], environ)
+        assert words in str(caught.value)
+    for text, words in (
+        ("sources: {my data: a}\n", "A name has letters"),
+        ("phases: [{at: 0, source: {a: 1}}]\n", "phase 1 has the unknown key source"),
+        ("phases: 0\n", "does not begin with a place"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=words):
+            parse("moe", line, environ)
+
+
+def test_every_rule_holds_in_every_phase() -> None:
+    base = ["--data-path", "a=builtin", "--rules-only", "--world-size", "2", "--cp-degree", "2"]
+    for phase, words in (
+        ("seq-length=62", "[cp-ring-length] in the phase from 8 samples on: "),
+        ("global-batch-size=6", "[batch-divides] in the phase from 8 samples on: "),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            parse("moe", [*base, "--data-phases", f"0: a=1; 8 samples: a=1 {phase}"], {})
+        assert words in str(caught.value)
+        assert len(caught.value.complaints) == 1
+    assert parse("moe", [*base, "--data-phases", "0: a=1; 8 samples: a=1 seq-length=64"], {}).model.seq_length == 256
 
 
 def test_a_variable_that_is_not_set_is_refused(tmp_path: Path) -> None:

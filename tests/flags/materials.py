@@ -87,10 +87,11 @@ def line(kind: str, flags: Mapping[str, Any], materials: Path, new: Path | None 
 def _placed(value: Any, materials: Path, new: Path | None) -> Any:
     if isinstance(value, tuple):
         return tuple(_placed(item, materials, new) for item in value)
-    if not isinstance(value, str) or not value.startswith("{"):
+    if not isinstance(value, str) or not value.removeprefix("a=").startswith("{"):
         return value
-    name, _, rest = value[1:].partition("}")
-    return str((new or materials) if name == "new" else materials / name) + rest
+    label, _, named = value.partition("{")
+    name, _, rest = named.partition("}")
+    return label + str((new or materials) if name == "new" else materials / name) + rest
 
 
 def seen_of(world: int, kind: str, flags: Mapping[str, Any], materials: Path, folder: Path) -> Seen:

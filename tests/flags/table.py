@@ -239,6 +239,10 @@ TOGETHER: Mapping[str, Shown] = {
     "data_path": Shown(base={"vocab_size": 400}, value=("{text.jsonl}",)),
     "text_field": Shown(base=TEXT, value="title"),
     "eval_data_path": Shown(base={**TEXT, "eval_interval": 1}, value=("{other.jsonl}",)),
+    "data_phases": Shown(
+        base={**TEXT, "data_path": ("a={text.jsonl}",)}, value="0: a=1; 1 iterations: a=1 seq-length=8"
+    ),
+    "on_source_end": Shown(base={**TEXT, "micro_batch_size": 32, "global_batch_size": 32, "train_iters": 30}),
     "split": Shown(base=TEXT),
     "tokenizer_model": Shown(base=TEXT, value="{tokenizer.model}"),
     "data_source": Shown(base=TOKENS, needs={"hf_dataset": "{dataset}", "data_path": None}),

@@ -10,7 +10,7 @@ from megapar.model.decoder.layer_pattern import layers_of, to_pattern, to_text
 from megapar.model.decoder.windows import window_or_none
 from megapar.schema.rule import divisors
 from tests.fuzz.option import Condition, Drawn
-from tests.fuzz.texts import BYTES, HELD_OUT, PIECES, SMALLEST_VOCABULARY
+from tests.fuzz.texts import BYTES, HELD_OUT, LONG, PIECES, SHORT, SMALLEST_VOCABULARY
 
 FEW, MANY = 36, 300  # tokens of a sample, at most about, in most cases and in some
 MANY_HEADS = 18
@@ -242,6 +242,26 @@ def lengths(d: Drawn) -> list[int]:
     return few if branched(d) else [*few, *few, MANY // step * step]
 
 
+def named(d: Drawn) -> list[tuple[str, ...]]:
+    """Sources with names, in a mixture; a decoder's may be in phases."""
+    names = (f"a={LONG}", f"b={SHORT}")
+    mixed = ("0.7", names[0], "0.3", names[1])
+    return [mixed] if d.kind == "ernie" else [mixed, names, names]
+
+
+def phases(d: Drawn) -> list[str | None]:
+    """Phases of other weights, or of other lengths and rates, where there are named sources without weights."""
+    if (d.get("data_path") or ("",))[0] != f"a={LONG}":
+        return [None]
+    other = f"2 iterations: b=1 seq-length={2 * d.seq_length}; 4 iterations: b=1,a=2 lr=0.001:cosine"
+    return ["0: a=1,b=1; 3 iterations: a=3,b=1", f"0: a=1,b=2; {other}"]
+
+
+def longest(d: Drawn) -> int:
+    """Tokens of the longest sample of all phases."""
+    return int(d.seq_length) * (2 if "seq-length" in (d.get("data_phases") or "") else 1)
+
+
 def head_counts(d: Drawn) -> list[int]:
     few = [head_step(d) * factor for factor in (1, 2, 4, 3)]
     return [*few, *few, *([MANY_HEADS] if MANY_HEADS % head_step(d) == 0 else [])]
@@ -288,11 +308,11 @@ def windows(d: Drawn) -> list[str | None]:
     if d.multi_latent_attention:
         return [None]
     hiding = [str(max(1, d.seq_length // 8)), f"{d.seq_length - 2},0"] if d.cp_degree == 1 and d.seq_length > 1 else []
-    return [None, None, None, *hiding, str(d.seq_length)]
+    return [None, None, None, *hiding, str(longest(d))]
 
 
 def hides_keys(d: Drawn) -> bool:
-    return bool(0 < window_or_none(d.window_size) < d.seq_length)
+    return bool(0 < window_or_none(d.window_size) < longest(d))
 
 
 def windowed(d: Drawn) -> list[str | None]:

@@ -116,7 +116,7 @@ DATA = (
     Option(
         "data_path",
         lambda d: (
-            (*(None,) * 12, (LONG,), ("0.7", LONG, "0.3", SHORT), (LONG, LINES), (SHORT, LONG))
+            (*(None,) * 12, (LONG,), ("0.7", LONG, "0.3", SHORT), (LONG, LINES), (SHORT, LONG), *legal.named(d))
             if not legal.branched(d)
             else (None,)
         ),
@@ -170,9 +170,10 @@ DECODER = (
         size=True,
     ),
     Option("seq_length", legal.lengths, wild=(1, 5, 7), size=True),
+    Option("data_phases", legal.phases, wild=("0: a=1,b=2", "0: a=1 seq-length=6"), group=some),
     Option(
         "max_position_embeddings",
-        lambda d: [None, None, d.seq_length + 3],
+        lambda d: [None, None, legal.longest(d) + 3],
         when=lambda d: d.kind == "ernie" or d.position_embedding_type == "learned",
         wild=(4,),
         size=True,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from operator import itemgetter
 from pathlib import Path
@@ -15,6 +15,7 @@ from megapar.data.corpus import DEFAULT_SPLIT
 from megapar.data.fingerprint import Fingerprint, fingerprint_of_dataset, fingerprint_of_file, fingerprints_of
 from megapar.data.tokens.split import Split
 from megapar.errors import DataError
+from megapar.schema.phase_plan import PhaseSpan
 
 KNOWLEDGE = ("phrase_file", "entity_file", "triples_file")  # flags of the files that are read next to the sources
 _LONGEST = 300  # maximum characters of a source's name
@@ -72,24 +73,33 @@ class DataFacts:
         """Number of bytes that must be read to know all fingerprints."""
         return sum(item.unread for item in (*self.sources, *(self.knowledge or ())))
 
+    def of_phase(self, span: PhaseSpan) -> DataFacts:
+        """Return the facts of a phase of the run."""
+        known = {source.name: source for source in self.sources}
+        sources = tuple(replace(known[name], weight=weight) for name, weight in span.weights)
+        return replace(self, sources=sources or self.sources, seq_length=span.seq_length)
+
     def to_json(self) -> dict[str, Any]:
         """Return the facts as JSON values."""
         sources = []
         for source in self.sources:
             weight = None if source.weight is None else str(source.weight)
             name = source.name[:_LONGEST]
-            sources.append({"name": name, "fingerprint": source.value, "weight": weight, "cut": source.cut})
-        facts = {"sources": sources, "split": self.split, "seed": self.seed, "seq_length": self.seq_length}
+            facts = {"name": name, "fingerprint": source.value, "weight": weight, "cut": source.cut}
+            sources.append(facts | ({"named": True} if source.named else {}))
+        order = {"sources": sources, "split": self.split, "seed": self.seed, "seq_length": self.seq_length}
         knowledge = {} if self.knowledge is None else {"knowledge": {file.name: file.value for file in self.knowledge}}
-        return facts | knowledge
+        return order | knowledge
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> DataFacts:
         """Return the facts from the output of ``to_json``. Raises ValueError, KeyError or TypeError otherwise."""
         keys = itemgetter("name", "fingerprint", "weight", "cut")
         sources = tuple(
-            Fingerprint(str(name)[:_LONGEST], str(content), _fraction(weight), str(cut))
-            for name, content, weight, cut in map(keys, value["sources"])
+            Fingerprint(str(name)[:_LONGEST], str(content), _fraction(weight), str(cut), named=named)
+            for (name, content, weight, cut), named in (
+                (keys(source), source.get("named") is True) for source in value["sources"]
+            )
         )
         split, seed, seq_length = value["split"], value["seed"], value["seq_length"]
         if not sources or not isinstance(seed, int) or not isinstance(seq_length, int) or seq_length < 1:
@@ -106,15 +116,13 @@ class DataFacts:
     def matched(self, later: DataFacts) -> list[int | None]:
         """Return the index of each source of ``later`` among these sources, or None.
 
-        Sources are compared by their content, or by their name if the content is not known.
+        Sources are compared by their content, or by their name if the content is not known; two that --data-path names
+        have the same name, too.
         """
         matches: list[int | None] = []
         for source in later.sources:
-            by_name = source.value is None
             same = (
-                number
-                for number, saved in enumerate(self.sources)
-                if number not in matches and (source.value == saved.value or (by_name and source.name == saved.name))
+                number for number, saved in enumerate(self.sources) if number not in matches and _is_same(saved, source)
             )
             matches.append(next(same, None))
         return matches
@@ -181,6 +189,12 @@ class DataFacts:
             text = f"documents are split by their {other[0][0]} there and by their {other[0][1]} here"
             return [Difference("split", text)]
         return []
+
+
+def _is_same(saved: Fingerprint, source: Fingerprint) -> bool:
+    if saved.named and source.named and saved.name != source.name:
+        return False
+    return source.value == saved.value or (source.value is None and source.name == saved.name)
 
 
 def knowledge_of(config: Config, *, may_read: bool = True) -> tuple[Fingerprint, ...]:

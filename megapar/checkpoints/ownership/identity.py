@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import platform
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
@@ -20,7 +20,15 @@ import megapar
 from megapar.arguments import FLAGS, Config
 from megapar.checkpoints.format.names import stored_scalars
 from megapar.checkpoints.ownership.data_facts import DataFacts
+from megapar.checkpoints.ownership.data_history import (
+    DataPhase,
+    DataPlan,
+    off_plan,
+    past_differences,
+    planned_data,
+)
 from megapar.core.optimizer.states import states_of
+from megapar.data.sampling.skipping import effective, merged, parse_range, sample_at
 from megapar.data.tokenizers.ids import Facts, known_facts, same_ids
 from megapar.errors import Complaint, DataError
 from megapar.files.location import Location
@@ -38,39 +46,13 @@ _GROUPS = (
     "model", "moe", "ampipe", "training", "optimizer", "data", "parallel", "sharding", "pipeline", "recompute",
 )
 _LEFT_OUT = (
-    "seed", "seq_length", "split", "override_data", "override_opt_param_scheduler",  # compared elsewhere
+    "seed", "seq_length", "split", "data_phases", "override_data", "override_opt_param_scheduler",  # compared elsewhere
     "train_iters", "eval_interval", "eval_iters", "distributed_timeout_minutes",  # of one start only
     "moe_dispatch", "ranks_per_node", "moe_rebalance_interval",
 )
 # fmt: on
 READ_AT_ONCE = 16 << 20  # bytes of data that --validate-only reads at most to find fingerprints missing in the cache
 _SHOWN_FLAGS = 12  # maximum number of changed flags in a message
-
-
-@dataclass(frozen=True)
-class DataPhase:
-    """A part of a run with the same data.
-
-    Attributes:
-        start: Its first sample.
-        lanes: See ``data.sampling.data_phases.Phase``.
-    """
-
-    start: int
-    lanes: tuple[str, ...]
-    data: DataFacts
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the phase as JSON values."""
-        return {"start": self.start, "lanes": list(self.lanes), **self.data.to_json()}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> DataPhase:
-        """Return the phase from the output of ``to_json``. Raises ValueError, KeyError or TypeError otherwise."""
-        start, lanes, data = value["start"], tuple(map(str, value["lanes"])), DataFacts.from_json(value)
-        if not isinstance(start, int) or start < 0 or len(lanes) != len(data.sources):
-            raise ValueError(f"a phase from {start!r} on with {len(lanes)} lanes")
-        return cls(start, lanes, data)
 
 
 @dataclass(frozen=True)
@@ -95,8 +77,12 @@ class Identity:
 
     @property
     def data(self) -> DataFacts:
-        """The current data."""
-        return self.phases[-1].data
+        """The current data; of planned phases, the sources of all of them."""
+        first = max(number for number, phase in enumerate(self.phases) if not phase.planned)
+        planned = [source for phase in self.phases[first:] for source in phase.data.sources]
+        own = self.phases[first].data
+        named = {source.name: source for source in planned}
+        return own if first == len(self.phases) - 1 else replace(own, sources=tuple(named.values()))
 
     def to_json(self) -> dict[str, Any]:
         """Return the identity as JSON values for a checkpoint's scalars."""
@@ -160,14 +146,15 @@ def flags_of(config: Config) -> dict[str, Any]:
 
 
 def refused(
-    there: Identity, tokenizer: Facts | None, data: DataFacts | None, config: Config, where: str
+    there: Identity, tokenizer: Facts | None, plan: DataPlan | None, config: Config, where: str, now: int = 0
 ) -> list[Complaint]:
     """Return complaints about the differences between a run and its checkpoint, except those in --override-data.
 
     Args:
         tokenizer: Facts of the run's tokenizer. None if they are not known.
-        data: Data of the run. None if it is not compared.
+        plan: Data of the run. None if it is not compared.
         where: Beginning of the messages.
+        now: The sample that the run goes on with.
     """
     complaints = []
     optimizer = config.optimizer
@@ -182,7 +169,7 @@ def refused(
         message = f"{where} was trained on the ids of another tokenizer: {prints[0]} there and {prints[1]} here."
         fix = "Leave --tokenizer-model out to use the tokenizer that is saved with the checkpoints, or pass that one."
         complaints.append(Complaint("checkpoint-tokenizer", message, fix))
-    differences = [] if data is None else there.data.differences(data)
+    differences = [] if plan is None else past_differences(there.phases, plan, now)
     open_ = [difference for difference in differences if difference.field not in config.data.override_data]
     if open_:
         message = f"{where} was trained on other data: {'; '.join(difference.text for difference in open_)}."
@@ -249,18 +236,21 @@ def another_run(config: Config, folder: Location) -> tuple[list[Complaint], str]
         return [], ""
     path = config.data.tokenizer_model
     tokenizer = None if path is None else known_facts(path)
-    data = None
+    where, consumed = f"--load {config.checkpoint.load}: {folder.name}", scalars.get("consumed_samples", 0)
+    plan, unread, complaints = None, 0, list[Complaint]()
+    ranges = [tuple(pair) for pair in scalars.get("skip_samples", [])]
+    skipped = effective(merged(map(parse_range, config.reliability.skip_samples)), ranges, consumed)
     try:
         if not isinstance(iteration, int) or config.training.train_iters > iteration:
-            data = DataFacts.of(config, may_read=not config.runtime.validate_only)
-            data = DataFacts.of(config) if data.unread <= READ_AT_ONCE else data
+            unread = DataFacts.of(config, may_read=not config.runtime.validate_only).unread
+            plan = planned_data(config, skipped, may_read=unread <= READ_AT_ONCE or not config.runtime.validate_only)
+            complaints = off_plan(config, iteration, consumed, where) if isinstance(iteration, int) else []
     except DataError as error:
         return [Complaint("data", f"{error}.")], ""
-    where = f"--load {config.checkpoint.load}: {folder.name}"
-    complaints = refused(saved, tokenizer, data, config, where)
-    if data is None or not data.unread:
+    complaints += refused(saved, tokenizer, plan, config, where, sample_at(consumed, skipped))
+    if unread <= READ_AT_ONCE:
         return complaints, ""
-    return complaints, f"data: not compared with that of {folder.name}, {data.unread / 1e9:.3g} GB would be read\n"
+    return complaints, f"data: not compared with that of {folder.name}, {unread / 1e9:.3g} GB would be read\n"
 
 
 @dataclass(frozen=True)

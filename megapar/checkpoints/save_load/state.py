@@ -185,7 +185,7 @@ def restore_scalars(
         return Loaded(progress, {})
     if options.optimizer:
         job.optimizer.num_steps = saved["optimizer_steps"]
-        _check_schedule(folder, saved["schedule"], schedule, options)
+        _check_schedule(folder, saved, schedule, options)
         if loss_scale is not None and "loss_scale" in saved:
             loss_scale.restore(saved["loss_scale"])
     # Counters that an older checkpoint does not contain keep their initial value.
@@ -196,6 +196,6 @@ def restore_scalars(
 
 
 def _check_schedule(folder: Location, saved: Mapping[str, Any], now: Mapping[str, Any], options: LoadOptions) -> None:
-    other = another_schedule(saved, now)
+    other = another_schedule(saved["schedule"], now, saved["optimizer_steps"])
     if other is not None and not options.override_schedule:
         raise CheckpointMismatchError(f"{folder} was trained on another learning-rate schedule: {other[0]}. {other[1]}")

@@ -1,4 +1,4 @@
-"""The order of samples in a run whose data changes: sources that stay resume where they were, new ones start at 0.
+"""The samples of a run whose data changes: sources that stay resume where they were, new ones start at 0.
 
     phase 0, from sample 0       1/2 A  1/2 B      A 0  B 0  A 1  B 1
     phase 1, from sample 4       3/4 A  1/4 C                          A 2  A 3  C 0  A 4  ..
@@ -8,7 +8,8 @@ Each source has its own order, named by its lane. The samples taken from a sourc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate, pairwise
@@ -16,7 +17,16 @@ from typing import Generic
 
 from megapar.data.lazy_numpy import np
 from megapar.data.sampling.mixture import Blend, Pieces_co, Shares
-from megapar.data.sampling.samples import DocumentPieces, PieceOrder, TokenPieces, nearby, order_of, weighted
+from megapar.data.sampling.samples import (
+    DocumentPieces,
+    PieceOrder,
+    Sample,
+    Samples,
+    TokenPieces,
+    nearby,
+    order_of,
+    weighted,
+)
 
 
 @dataclass(frozen=True)
@@ -27,17 +37,31 @@ class Phase:
         start: Number of its first sample.
         weights: Weight of each source; None for a single source.
         lanes: Name of each source's order; a lane of two phases is the same source, which is read on.
+        parts: Numbers of its sources among those of the corpus; None for all of them.
+        seq_length: Positions of its samples; None for those of the corpus.
     """
 
     start: int
     weights: tuple[Fraction, ...] | None
     lanes: tuple[str, ...]
+    parts: tuple[int, ...] | None = None
+    seq_length: int | None = None
 
     def taken(self, lane: str, count: int) -> int:
         """Return the number of samples from a lane among the phase's first ``count``."""
         if lane not in self.lanes:
             return 0
         return count if self.weights is None else Shares(self.weights).count(self.lanes.index(lane), count)
+
+    def place(self, lane: str, number: int) -> int:
+        """Return the place of a lane's sample ``number`` among the phase's samples."""
+        low, high = 0, 1
+        while self.taken(lane, high) <= number:
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self.taken(lane, middle) > number else (middle, high)
+        return low
 
 
 Phases = tuple[Phase, ...]
@@ -68,6 +92,11 @@ class PhasedPieces(Generic[Pieces_co]):
     def __getitem__(self, number: int) -> np.ndarray:
         return self._pieces[number]
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Number of pieces of each lane of the last phase."""
+        return {lane: len(part) for lane, part in zip(self._phases[-1].lanes, self._parts, strict=True)}
+
     def weighted(self, number: int) -> tuple[np.ndarray, np.ndarray | None]:
         return weighted(self._pieces, number)
 
@@ -87,6 +116,45 @@ class PhasedPieces(Generic[Pieces_co]):
         taken = [sum(phase.taken(lane, n) for phase, n in zip(before, counts, strict=True)) for lane in last.lanes]
         firsts = [0, *accumulate(len(part) for part in self._parts)]
         return _PhaseOrder(starts[-1], None if last.weights is None else Shares(last.weights), orders, taken, firsts)
+
+
+@dataclass(frozen=True)
+class PhasedSamples:
+    """The samples of consecutive phases, by their numbers in the run.
+
+    Attributes:
+        phases: All phases of the run.
+        samples: Those of its last phases; the samples of earlier ones cannot be read.
+        sizes: Number of samples of an epoch of each lane of these.
+    """
+
+    phases: Phases
+    samples: Sequence[Samples]
+    sizes: Mapping[str, int]
+
+    def __len__(self) -> int:
+        return len(self.samples[0])
+
+    def __getitem__(self, number: int) -> Sample:
+        read = self.phases[-len(self.samples) :]
+        return self.samples[max(0, bisect_right(read, number, key=lambda phase: phase.start) - 1)][number]
+
+    def first_repeated(self) -> tuple[int, str] | None:
+        """Return the first sample that its source has given before, and the lane of the source; None if there is none.
+
+        Sources that only earlier phases have are not looked at.
+        """
+        found = []
+        ends = [*(phase.start for phase in self.phases[1:]), None]
+        for lane, size in self.sizes.items():
+            left = size
+            for phase, end in zip(self.phases, ends, strict=True):
+                taken = left + 1 if end is None else phase.taken(lane, end - phase.start)
+                if lane in phase.lanes and taken > left:
+                    found.append((phase.start + phase.place(lane, max(0, left)), lane))
+                    break
+                left -= taken
+        return min(found, default=None)
 
 
 @dataclass(frozen=True)

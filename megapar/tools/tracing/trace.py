@@ -140,6 +140,7 @@ def traceable(config: Config, rank: int) -> Config:
         data=replace(
             config.data,
             data_path=("mock",),
+            data_phases=None,
             eval_data_path=(),
             split=None,
             tokenizer_model=None,

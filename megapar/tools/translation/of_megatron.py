@@ -17,6 +17,7 @@ from megapar.config.read import spellings
 from megapar.model.decoder.layer_pattern import listed, to_pattern
 from megapar.model.decoder.windows import NONE as NO_WINDOW
 from megapar.model.decoder.windows import to_window, window_or_none, windowed_layers
+from megapar.schema.batch_size import BatchSize
 from megapar.tools.translation import open_values
 from megapar.tools.translation.cases import (
     Function,
@@ -40,7 +41,6 @@ from megapar.tools.translation.verdict import (
     Decided,
     Given,
 )
-from megapar.training.step.schedules import BatchSize
 
 
 def _chunks(value: str, given: Given) -> Decided:

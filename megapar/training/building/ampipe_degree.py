@@ -58,7 +58,8 @@ def legal_degrees(config: Config) -> tuple[tuple[int, ...], str]:
         if rule.kind == SETTLED and rule.broken(values):
             return (1,), rule.message
     parallel, ampipe = config.parallel, config.ampipe
-    room = config.model.seq_length // (parallel.mp_degree if parallel.sequence_parallel else 1)
+    shortest = min(config.model.seq_length, *(span.seq_length for span in config.phases.spans))
+    room = shortest // (parallel.mp_degree if parallel.sequence_parallel else 1)
     pieces = ampipe.pipe_experts_multi_data if ampipe.use_pipe_experts else 0
     degrees = tuple(d for d in DEGREES if d <= room and (d == 1 or not pieces or (pieces % d == 0 and pieces > d)))
     return degrees, "" if len(degrees) > 1 else "the sequence length or --pipe-experts-multi-data allows only it"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import gcd
 
 from megapar.arguments import Config
 from megapar.config.draft import is_given
@@ -103,11 +104,12 @@ def make_own_corpus(config: Config, data: OwnData) -> Corpus:
 def make_layout(config: Config) -> SequenceLayout:
     """Return how the ranks of cp share a sequence."""
     parallel, slicing = config.parallel, make_slicing(config)
+    lengths = {config.model.seq_length, *(span.seq_length for span in config.phases.spans)}
     return choose_layout(
         parallel.context_parallel_algo,
         parallel.cp_degree,
         causal=config.model.causal,
-        length=config.model.seq_length,
+        length=gcd(*lengths),
         slices=slicing.degree,
         balanced=slicing.balanced,
         parts=parallel.mp_degree if parallel.sequence_parallel else 1,

@@ -6,7 +6,7 @@ Does not import torch, because the entry scripts import this module before the c
 from __future__ import annotations
 
 from megapar.arguments import Config
-from megapar.checkpoints.format.names import stored_facts, stored_schedule
+from megapar.checkpoints.format.names import stored_facts, stored_scalars, stored_schedule
 from megapar.checkpoints.ownership.identity import another_run, match_folder, match_model
 from megapar.config.published import architecture_of, read_config
 from megapar.core.units import MEGABYTE, billions
@@ -70,7 +70,8 @@ def _check_saved(config: Config, sizes: ModelSizes) -> str:
         complaints.append(Complaint("checkpoint-model", message, fix))
     trained = None if weights_only or saved.no_load_optim else stored_schedule(folder)
     if trained is not None and not config.optimizer.override_opt_param_scheduler:
-        other = another_schedule(trained, schedule_of(config))
+        steps = stored_scalars(folder).get("optimizer_steps")
+        other = another_schedule(trained, schedule_of(config), steps if isinstance(steps, int) else 0)
         if other is not None:
             message = f"--load {saved.load}: {folder.name} was trained on another learning-rate schedule: {other[0]}."
             complaints.append(Complaint("checkpoint-schedule", message, other[1]))

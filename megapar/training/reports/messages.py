@@ -14,6 +14,7 @@ from megapar.core.device.base import Device
 from megapar.core.units import GIBIBYTE
 from megapar.errors import TrainingError
 from megapar.files.location import Location
+from megapar.training.step.progress import Progress
 
 
 def nothing_left(iteration: int, train_iters: int) -> str:
@@ -38,14 +39,31 @@ def how_to_continue(config: Config) -> str:
     return f"to continue, run the same command with --load {shlex.quote(str(checkpoint.save))}"
 
 
+def phase_begins(config: Config, progress: Progress) -> str:
+    """Return the message of a phase of the data that begins with the next step; "" inside a phase."""
+    spans, consumed = config.phases.spans, progress.consumed_samples
+    span = config.phases.at(consumed)
+    if span.first_sample != consumed or not consumed:
+        return ""
+    return (
+        f"phase {spans.index(span) + 1} of {len(spans)} begins after {consumed:,} samples: {span.first_position:,} "
+        f"positions, {progress.consumed_tokens:,} of them not padding"
+    )
+
+
 def farewell(
-    config: Config, iteration: int, stop: str, checkpoint: Location | None, exported: Path | None
+    config: Config, iteration: int, stop: str, checkpoint: Location | None, exported: Path | None, source: str = ""
 ) -> Iterator[str]:
     """Yield why a run stopped, its outputs with their folders, and how to continue if it stopped before its end.
 
     Args:
         stop: Reason of a stop before the end. "" without one.
+        source: Source of the data whose end is that of the run. "" if the run has all of its steps.
     """
+    if source:
+        yield (
+            f"ended at iteration {iteration}: the next step would repeat a sample of {source} (--on-source-end stop)"
+        )
     if stop:
         saved = "saved" if checkpoint else "nothing is saved without --save"
         yield f"stopped at iteration {iteration}: {stop}; {saved}"
@@ -57,7 +75,7 @@ def farewell(
     ):
         if folder:
             yield f"{output}: {folder}"
-    if checkpoint and iteration < config.training.train_iters:
+    if checkpoint and iteration < config.training.train_iters and not source:
         yield how_to_continue(config)
 
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ class Monitor:
     Attributes:
         places: The ranks that experts are on; gets their load.
         loggers: Get the records, in order.
-        flops_per_token: FLOPs of the model per token, forward and backward.
+        flops_per_token: Returns the FLOPs of the model per token in a step, forward and backward.
         peak: Peak FLOP/s of one device.
         failed_saves: Failed saves in a row, set by the trainer.
     """
@@ -65,7 +66,7 @@ class Monitor:
     objective: Objective
     places: ExpertPlaces
     loggers: Sequence[Logger]
-    flops_per_token: float
+    flops_per_token: Callable[[int], float]
     peak: float
     peak_source: str
     failed_saves: int = 0
@@ -218,7 +219,7 @@ class Monitor:
         }
         losses: dict[str, Any] = {f"{name}_loss": routing[name] if shown[name] else None for name in ROUTING}
         rate = step.denominators.tokens / step.seconds
-        flops = rate * self.flops_per_token / self.world.grid.world_size
+        flops = rate * self.flops_per_token(step.iteration) / self.world.grid.world_size
         exposed = None if step.exposed is None else step.exposed.seconds()
         pressure = self._device.memory_pressure()
         return Record(
@@ -285,6 +286,7 @@ def make_monitor(
     ``iteration``, ``user_loggers`` and ``check_owner`` are as in ``make_loggers``.
     """
     world, metrics = job.world, config.logging.metrics_file
+    of_length = cache(partial(flops_per_token, job.sizes))
     peak, source = math.nan, "unknown"
     if terminal is not None:  # only this rank's records are used, and measuring on all ranks at once would be lower
         peak, source = peak_flops(world.device, compute_dtype(config, world.device), config.runtime.device_tflops)
@@ -299,7 +301,7 @@ def make_monitor(
         objective=objective,
         places=places,
         loggers=make_loggers(config, terminal, iteration, user_loggers, check_owner),
-        flops_per_token=flops_per_token(job.sizes, config.model.seq_length),
+        flops_per_token=lambda step: of_length(config.phases.of_step(step - 1).seq_length),
         peak=peak,
         peak_source=source,
     )

@@ -17,7 +17,7 @@ from megapar import __version__
 from megapar.arguments import FLAGS, GROUPS, Config
 from megapar.config.compilation import compilation
 from megapar.config.draft import is_given
-from megapar.config.report import written
+from megapar.config.report import phase_lines, written
 from megapar.core.comm import json_messages as messages
 from megapar.core.comm.world import World
 from megapar.core.device.apex import apex_installed
@@ -39,7 +39,7 @@ from megapar.training.reports.monitor import Monitor
 from megapar.training.step.dtypes import compute_dtype
 from megapar.training.step.evaluate import num_evaluated
 from megapar.training.step.job import Job
-from megapar.training.step.schedules import make_batch_size, make_progressive
+from megapar.training.step.schedules import make_progressive
 
 WIDTH = 118
 MOST_HOSTS = 6  # maximum number of hosts in a line
@@ -124,16 +124,17 @@ def _line(flag: Flag, value: object) -> str:
 
 
 def _data(config: Config, corpus: Corpus) -> Iterator[str]:
-    samples = samples_of(config)
-    tokens = samples * config.model.seq_length
     iterations = config.training.train_iters
+    samples, tokens = consumption(config)
     yield from _side("trained on", corpus.contents)
     yield from _side("held out", corpus.heldout_contents)
     if corpus.heldout is not None and config.training.eval_interval:
         yield f"evaluation: {num_evaluated(config, corpus.heldout):,} of {len(corpus.heldout):,} held-out samples"
-    rounds = epochs(samples, corpus.contents)
+    rounds = None if config.data.data_phases else epochs(samples, corpus.contents)
     whole = "" if rounds is None or (config.model.mixes_tasks) else f", {rounds}"
     yield f"this run:   {iterations:,} steps, {samples:,} samples, {tokens:,} positions{whole}"
+    for number, line in enumerate(phase_lines(config)):
+        yield f"{'' if number else 'phases:':12}{line}"
     yield _tokenizer(config, corpus)
 
 
@@ -142,17 +143,15 @@ def _side(title: str, contents: Sequence[Content]) -> Iterator[str]:
         yield f"{f'{title}:' if number == 0 else '':12}{content}"
 
 
-def samples_of(config: Config) -> int:
-    """Return the number of samples of all steps of a run."""
-    iterations, batch = config.training.train_iters, make_batch_size(config)
-    growing = make_progressive(config)
-    if growing is not None:
-        first = min(growing.iters, iterations)
-        return sum(growing.batch_at(step) for step in range(first)) + (iterations - first) * growing.batch
-    samples = step = 0
-    while step < iterations and samples < batch.ramp_samples:
-        samples, step = samples + batch.at(samples), step + 1
-    return samples + (iterations - step) * batch.final
+def consumption(config: Config) -> tuple[int, int]:
+    """Return the number of samples and of positions of all steps of a run."""
+    iterations, growing = config.training.train_iters, make_progressive(config)
+    if growing is None:
+        end = config.phases.after(iterations)
+        return end.first_sample, end.first_position
+    first = min(growing.iters, iterations)
+    samples = sum(growing.batch_at(step) for step in range(first)) + (iterations - first) * growing.batch
+    return samples, samples * config.model.seq_length
 
 
 def epochs(samples: int, contents: Sequence[Content]) -> str | None:

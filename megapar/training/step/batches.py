@@ -15,7 +15,7 @@ from megapar.data.batches import Loader, MicroBatch
 from megapar.model.ernie.model import Ernie
 from megapar.training.step.job import Job
 from megapar.training.step.progress import Progress
-from megapar.training.step.schedules import make_batch_size, make_progressive
+from megapar.training.step.schedules import make_progressive
 
 
 class Denominators:
@@ -94,7 +94,7 @@ class BatchFeed:
     def __init__(self, config: Config, job: Job, denominators: type[Denominators] = Denominators) -> None:
         self._job, self._denominators = job, denominators
         self._data = job.world.axis("data")
-        self._batch_size = make_batch_size(config)
+        self._phases = config.phases
         self._progressive = make_progressive(config)
         self._micro_batch_size = config.training.micro_batch_size
 
@@ -116,15 +116,18 @@ class BatchFeed:
 
     def following(self, progress: Progress) -> tuple[int, str]:
         """Return the number of the step after ``progress``, and its samples as "first-last"."""
-        batch, first = self._batch_size.at(progress.consumed_samples), progress.consumed_samples
+        first = progress.consumed_samples
+        return progress.iteration + 1, f"{first}-{first + self.batch_size(progress) - 1}"
+
+    def batch_size(self, progress: Progress) -> int:
+        """Return the number of samples of the step after ``progress``."""
         if self._progressive is not None:
-            batch = self._progressive.batch_at(progress.iteration)
-        return progress.iteration + 1, f"{first}-{first + batch - 1}"
+            return self._progressive.batch_at(progress.iteration)
+        return self._phases.at(progress.consumed_samples).batch.at(progress.consumed_samples)
 
     def _grow(self, progress: Progress) -> tuple[int, int | None]:
         """Return the number of samples of this step and their length. Sets the dropout, which grows with the length."""
         if self._progressive is None:
-            return self._batch_size.at(progress.consumed_samples), None
-        iteration = progress.iteration
-        cast(Ernie, self._job.model).scale_dropout(self._progressive.share(iteration))
-        return self._progressive.batch_at(iteration), self._progressive.length_at(iteration)
+            return self.batch_size(progress), None
+        cast(Ernie, self._job.model).scale_dropout(self._progressive.share(progress.iteration))
+        return self.batch_size(progress), self._progressive.length_at(progress.iteration)

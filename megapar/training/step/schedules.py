@@ -1,4 +1,4 @@
-"""Schedules of the learning rate and the batch size: pure functions of the progress. Does not import torch."""
+"""Schedules of the learning rate and the weight decay: pure functions of the progress. Does not import torch."""
 
 from __future__ import annotations
 
@@ -38,6 +38,8 @@ class LearningRate:
         wsd_decay_style: Shape of the decay of wsd, a key of ``DECAYS``.
         decoupled_peak: Peak of the word embedding and the head; None: that of all others.
         decoupled_floor: Their floor.
+        targets: Phases of the data with a learning rate of their own, in order: optimizer steps before each and until
+            its end, the rate at its end, and the style in which that is reached from the rate at its beginning.
     """
 
     peak: float
@@ -49,6 +51,7 @@ class LearningRate:
     wsd_decay_style: str = "linear"
     decoupled_peak: float | None = None
     decoupled_floor: float | None = None
+    targets: tuple[tuple[int, int, float, str], ...] = ()
 
     def decoupled(self) -> LearningRate | None:
         """Return the schedule of the word embedding and the head, or None if it is this one."""
@@ -59,6 +62,15 @@ class LearningRate:
 
     def at(self, iteration: int) -> float:
         """Return the learning rate of optimizer step ``iteration``, counted from 0."""
+        for number, (first, end, to, style) in enumerate(self.targets):
+            if first <= iteration < end:
+                before = self.targets[number - 1] if number else None
+                begin = before[2] if before is not None and before[1] == first else self._base(first)
+                left = 0.0 if style == "constant" else DECAYS[style]((iteration - first) / (end - first))
+                return to + (begin - to) * left
+        return self._base(iteration)
+
+    def _base(self, iteration: int) -> float:
         if iteration < self.warmup_iters:
             return self.peak * (iteration + 1) / self.warmup_iters
         if self.style == "constant":
@@ -74,9 +86,10 @@ class LearningRate:
         left = DECAYS[self.wsd_decay_style if self.style == "wsd" else self.style](share)
         return self.floor + (self.peak - self.floor) * left
 
-    def to_dict(self) -> dict[str, float | int | str | None]:
-        """Return the fields for a checkpoint."""
-        return asdict(self)
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields for a checkpoint, ``targets`` only if there are some."""
+        values = {**asdict(self), "targets": [list(target) for target in self.targets]}
+        return values if self.targets else {name: value for name, value in values.items() if name != "targets"}
 
 
 @dataclass(frozen=True)
@@ -102,28 +115,6 @@ class WeightDecay:
     def to_dict(self) -> dict[str, float | int | str]:
         """Return the fields for a checkpoint, beside those of the learning rate."""
         return {f"weight_decay_{name}": value for name, value in asdict(self).items()}
-
-
-@dataclass(frozen=True)
-class BatchSize:
-    """Samples per optimizer step: ``final``, after a ramp from ``start`` in steps of ``increment``.
-
-    Attributes:
-        increment: Samples per step that each stage of the ramp adds.
-        ramp_samples: Consumed samples at the end of the ramp. 0 turns it off.
-    """
-
-    final: int
-    start: int = 0
-    increment: int = 0
-    ramp_samples: int = 0
-
-    def at(self, consumed_samples: int) -> int:
-        """Return the global batch size of the step that starts after ``consumed_samples``."""
-        if not self.ramp_samples or consumed_samples >= self.ramp_samples:
-            return self.final
-        steps = (self.final - self.start) // self.increment
-        return min(self.final, self.start + self.increment * (consumed_samples * steps // self.ramp_samples))
 
 
 @dataclass(frozen=True)
@@ -176,15 +167,6 @@ def make_progressive(config: Config) -> Progressive | None:
     )
 
 
-def make_batch_size(config: Config) -> BatchSize:
-    """Return the global batch size as a function of the consumed samples."""
-    training = config.training
-    if not training.rampup_batch_size:
-        return BatchSize(training.global_batch_size)
-    start, increment, samples = training.rampup_batch_size
-    return BatchSize(training.global_batch_size, start, increment, samples)
-
-
 # Field of the schedule -> the flag that sets it, most important first.
 _FLAGS: Mapping[str, str] = MappingProxyType(
     {
@@ -202,6 +184,7 @@ _FLAGS: Mapping[str, str] = MappingProxyType(
         "weight_decay_start": "--start-weight-decay",
         "weight_decay_end": "--end-weight-decay",
         "weight_decay_iters": "--train-iters",
+        "targets": "the lr of phases so far (first step, end, to, style)",
     }
 )
 # Field of the schedule -> its value in checkpoints that are older than it.
@@ -219,8 +202,11 @@ _OF_DECAY = ("floor", "decay_iters")
 
 def make_learning_rate(config: Config) -> LearningRate:
     """Return the schedule over optimizer steps."""
-    optimizer = config.optimizer
+    optimizer, phases = config.optimizer, config.phases.until(config.training.train_iters)
     return LearningRate(
+        targets=tuple(
+            (span.first_step, end.first_step, span.rate.to, span.rate.style) for span, end in phases if span.rate
+        ),
         peak=optimizer.lr,
         floor=optimizer.min_lr,
         style=optimizer.lr_decay_style,
@@ -249,13 +235,17 @@ def schedule_of(config: Config) -> dict[str, float | int | str | None]:
     return {**make_learning_rate(config).to_dict(), **more}
 
 
-def another_schedule(saved: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, str] | None:
+def _begun(schedule: Mapping[str, Any], steps: int) -> list[list[Any]]:
+    return [list(target) for target in schedule.get("targets", ()) if target[0] < steps]
+
+
+def another_schedule(saved: Mapping[str, Any], now: Mapping[str, Any], steps: int = 0) -> tuple[str, str] | None:
     """Return (the differences of a checkpoint's schedule, what to do), in terms of flags. None if they are equal.
 
     Both arguments are as ``schedule_of`` returns them. A field that an old checkpoint does not contain had its
-    default. Fields that the style does not use are not compared.
+    default. Fields that the style does not use are not compared, nor are phases that begin after the ``steps`` done.
     """
-    before, now = {**_DEFAULTS, **saved}, {**_DEFAULTS, **now}
+    before, now = ({**side, "targets": _begun(side, steps)} for side in ({**_DEFAULTS, **saved}, {**_DEFAULTS, **now}))
     styles = {before.get("style"), now["style"]}
     unused = (*(() if "wsd" in styles else _OF_WSD), *(_OF_DECAY if styles == {"constant"} else ()))
     changed = [name for name in now if name not in unused and before.get(name) != now[name]]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from megapar.data import build
-from megapar.data.sampling.data_phases import Phase, PhasedPieces, first_lanes
+from megapar.data.sampling.data_phases import Phase, PhasedPieces, PhasedSamples, first_lanes
 from megapar.data.sampling.mixture import Blend
 from megapar.data.sampling.samples import DecoderSamples, Windows
 from megapar.data.tasks.build import TaskData
@@ -95,3 +95,43 @@ def test_every_kind_of_samples_goes_on(tasks: TaskData | None, small_jsonl: Path
     for number in range(30, 70):
         for name, array in corpus.train[number].items():
             assert np.array_equal(array, again.train[number][name])
+
+
+def _phased(*rows: tuple[int, tuple[Fraction, ...] | None, tuple[int, ...]]) -> PhasedSamples:
+    """Samples of phases, each (start, weights, sources), whose lanes are the sources."""
+    phases = tuple(Phase(start, weights, tuple(map(str, sources))) for start, weights, sources in rows)
+    read, sizes = [], {}
+    for number, (_, weights, sources) in enumerate(rows):
+        parts = [_windows(source) for source in sources]
+        pieces = PhasedPieces(parts[0] if weights is None else Blend(parts, weights), phases[: number + 1])
+        read.append(DecoderSamples(pieces, 4, seed=9))
+        sizes.update(pieces.sizes)
+    return PhasedSamples(phases, read, sizes)
+
+
+def test_a_run_goes_through_its_phases_and_knows_its_first_repeated_sample() -> None:
+    for rows in (
+        ((0, _weights(1, 1), (A, B)), (20, _weights(3, 1), (A, C)), (52, None, (A,)), (57, _weights(1, 1), (B, A))),
+        ((0, None, (A,)), (39, _weights(1, 2, 3), (A, B, C))),
+        ((0, None, (C,)), (60, None, (A,))),
+        ((0, _weights(5, 1), (A, C)), (44, None, (B,)), (50, _weights(1, 1), (A, B))),
+    ):
+        samples = _phased(*rows)
+        drawn, seen, first = _read(samples, 0, 200), set[int](), None
+        for number, one in enumerate(drawn):
+            if one in seen and first is None:
+                first = number
+            seen.add(one)
+        repeated = samples.first_repeated()
+        assert repeated is not None
+        assert repeated[0] == first
+        assert int(repeated[1]) == drawn[repeated[0]] // 1000 * 1000
+        for source, size in SIZES.items():  # once per epoch, over all phases
+            mine = _of(drawn, source)
+            for epoch in range(0, len(mine), size):
+                assert len(set(mine[epoch : epoch + size])) == len(mine[epoch : epoch + size])
+    late = _phased((0, None, (C,)), (60, None, (A,)))
+    later = PhasedSamples(late.phases, late.samples[1:], late.sizes)
+    assert _read(later, 60, 99) == _read(late, 60, 99)
+    with pytest.raises(IndexError):
+        later[59]

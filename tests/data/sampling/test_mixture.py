@@ -24,7 +24,7 @@ from megapar.data.tokenizers.load import load_tokenizer
 from megapar.data.tokenizers.sentencepiece_tokenizer import train
 from megapar.data.tokens.store import TokenStore
 from megapar.errors import DataError
-from megapar.files.data_files import blend_of
+from megapar.files.data_files import blend_of, split_name
 from tests.support.token_files import write_tokens
 from tests.support.unigram import unigram_entropy
 
@@ -219,10 +219,28 @@ def test_document_boundaries_in_a_packed_sample() -> None:
 
 
 def test_what_a_data_path_says() -> None:
-    assert blend_of(["a", "b"]) == ((None, "a"), (None, "b"))
-    assert blend_of([".3", "a", "1e2", "./7"]) == ((Fraction("0.3"), "a"), (Fraction(100), "./7"))
+    assert blend_of(["a", "b"]) == ((None, "a", ""), (None, "b", ""))
+    assert blend_of([".3", "a", "1e2", "./7"]) == ((Fraction("0.3"), "a", ""), (Fraction(100), "./7", ""))
     for wrong in (["1", "a", "b"], ["a", "1"], ["0", "a"], ["1", "2"], ["1"], ["1", "a", "x", "b"]):
         with pytest.raises(ValueError, match="weight"):
+            blend_of(wrong)
+
+
+def test_a_word_has_a_name_unless_a_file_has_the_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ("wiki=A", "a.b-c_1=x=y", "./x=y", "=y", "x=", "a b=c", "part=1", "year=2024")
+    (tmp_path / "part=1").write_text("text")
+    (tmp_path / "year=2024.idx").write_text("index")
+    assert [split_name(word) for word in words] == [
+        *(("wiki", "A"), ("a.b-c_1", "x=y"), ("", "./x=y"), ("", "=y"), ("", "x="), ("", "a b=c")),
+        *(("", "part=1"), ("", "year=2024")),
+    ]
+    assert blend_of(["0.7", "wiki=A", "0.3", "code=B"]) == (
+        (Fraction("0.7"), "A", "wiki"),
+        (Fraction("0.3"), "B", "code"),
+    )
+    for wrong in (["a=x", "a=y"], ["a=x", "y"], ["1", "x", "2", "a=y"]):
+        with pytest.raises(ValueError, match="name"):
             blend_of(wrong)
 
 

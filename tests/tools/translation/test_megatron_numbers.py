@@ -21,9 +21,10 @@ from megapar.arguments import parse
 from megapar.core.optimizer.loss_scale import LossScale
 from megapar.core.random import Streams
 from megapar.data.sampling.samples import Boundaries, DecoderSamples
+from megapar.schema.batch_size import BatchSize
 from megapar.tools.translation.translated import equivalent, implicit_defaults, translate
 from megapar.tools.translation.verdict import CHANGING
-from megapar.training.step.schedules import BatchSize, LearningRate
+from megapar.training.step.schedules import LearningRate
 from tests.support.ranks import run_ranks
 from tests.tools.translation.megatron_model import Adam, Sgd, loss, scheduled
 

@@ -171,7 +171,7 @@ def test_the_samples_of_a_run_are_those_that_it_reads(kind: str, flags: str) -> 
     for _ in range(config.training.train_iters):
         progress.consumed_samples += feed._grow(progress)[0]
         progress.iteration += 1
-    assert opening.samples_of(config) == progress.consumed_samples
+    assert opening.consumption(config)[0] == progress.consumed_samples
 
 
 def hosts_of(rank: int, world_size: int, rendezvous: str) -> list[str]:

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from megapar.training.step.schedules import BatchSize, LearningRate, WeightDecay, another_schedule
+from megapar.schema.batch_size import BatchSize
+from megapar.training.step.schedules import LearningRate, WeightDecay, another_schedule
 
 
 def test_warm_up_reaches_the_peak_with_its_last_step() -> None:
@@ -35,6 +36,32 @@ def test_batch_ramps_in_increments() -> None:
     batch = BatchSize(final=32, start=8, increment=8, ramp_samples=300)
     assert [batch.at(n) for n in (0, 99, 100, 199, 200, 299, 300, 10**9)] == [8, 8, 16, 16, 24, 24, 32, 32]
     assert BatchSize(16).at(0) == 16
+
+
+def test_a_phase_goes_from_the_rate_at_its_beginning_to_its_own() -> None:
+    base = LearningRate(peak=1.0, floor=0.0, style="linear", warmup_iters=0, decay_iters=100)
+    targets = ((20, 40, 0.4, "linear"), (40, 60, 0.1, "cosine"), (80, 90, 0.5, "constant"))
+    rate = replace(base, targets=targets)
+    assert [rate.at(i) for i in (0, 19, 60, 79, 90)] == [base.at(i) for i in (0, 19, 60, 79, 90)]
+    assert rate.at(20) == base.at(20) == 0.8
+    assert rate.at(30) == pytest.approx(0.6, rel=1e-15)
+    assert rate.at(40) == pytest.approx(0.4, rel=1e-15)  # the end of the phase before it, not the schedule's 0.6
+    assert rate.at(50) == pytest.approx(0.25, rel=1e-15)
+    assert {rate.at(i) for i in range(80, 90)} == {0.5}
+
+
+def test_only_phases_that_have_begun_are_the_schedule_of_a_checkpoint() -> None:
+    base = LearningRate(peak=1.0, floor=0.0, style="constant", warmup_iters=0, decay_iters=100)
+    planned = replace(base, targets=((20, 40, 0.4, "linear"),))
+    assert "targets" not in base.to_dict()
+    assert another_schedule(base.to_dict(), planned.to_dict(), 20) is None
+    assert another_schedule(planned.to_dict(), base.to_dict(), 20) is None
+    assert another_schedule(planned.to_dict(), planned.to_dict(), 30) is None
+    longer = replace(base, targets=((20, 60, 0.4, "linear"),))
+    changed = another_schedule(planned.to_dict(), longer.to_dict(), 21)
+    assert changed is not None
+    assert "lr of phases" in changed[0]
+    assert "[20, 40, 0.4, 'linear']" in changed[0]
 
 
 def decayed(style: str, share: float) -> float:
