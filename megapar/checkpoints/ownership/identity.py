@@ -105,6 +105,7 @@ class Identity:
             tokenizer, made_by, flags = value["tokenizer"], dict(value["made_by"]), dict(value["flags"])
             order = value.get("heldout_order", 1)
             sound = value["version"] == VERSION and phases and starts == sorted(starts) and starts[0] == 0
+            sound = sound and not phases[0].planned
             if not sound or not isinstance(tokenizer, (dict, type(None))) or not isinstance(order, int):
                 return None
             return cls(str(value.get("optimizer", "adamw")), tokenizer, phases, made_by, flags, order)
@@ -238,8 +239,11 @@ def another_run(config: Config, folder: Location) -> tuple[list[Complaint], str]
     tokenizer = None if path is None else known_facts(path)
     where, consumed = f"--load {config.checkpoint.load}: {folder.name}", scalars.get("consumed_samples", 0)
     plan, unread, complaints = None, 0, list[Complaint]()
-    ranges = [tuple(pair) for pair in scalars.get("skip_samples", [])]
-    skipped = effective(merged(map(parse_range, config.reliability.skip_samples)), ranges, consumed)
+    try:
+        ranges = [(int(first), int(last)) for first, last in scalars.get("skip_samples", [])]
+        skipped = effective(merged(map(parse_range, config.reliability.skip_samples)), ranges, int(consumed))
+    except (TypeError, ValueError):
+        return [], ""  # no run wrote these scalars; the start says so
     try:
         if not isinstance(iteration, int) or config.training.train_iters > iteration:
             unread = DataFacts.of(config, may_read=not config.runtime.validate_only).unread

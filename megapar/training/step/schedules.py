@@ -87,9 +87,11 @@ class LearningRate:
         return self.floor + (self.peak - self.floor) * left
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields for a checkpoint, ``targets`` only if there are some."""
-        values = {**asdict(self), "targets": [list(target) for target in self.targets]}
-        return values if self.targets else {name: value for name, value in values.items() if name != "targets"}
+        """Return the fields for a checkpoint, ``targets`` as a text and only if there are some."""
+        values = asdict(self)
+        del values["targets"]
+        texts = [f"{first}-{end} to {to!r} {style}" for first, end, to, style in self.targets]
+        return values | ({"targets": ", ".join(texts)} if texts else {})
 
 
 @dataclass(frozen=True)
@@ -184,7 +186,7 @@ _FLAGS: Mapping[str, str] = MappingProxyType(
         "weight_decay_start": "--start-weight-decay",
         "weight_decay_end": "--end-weight-decay",
         "weight_decay_iters": "--train-iters",
-        "targets": "the lr of phases so far (first step, end, to, style)",
+        "targets": "the lr of the phases so far",
     }
 )
 # Field of the schedule -> its value in checkpoints that are older than it.
@@ -235,8 +237,11 @@ def schedule_of(config: Config) -> dict[str, float | int | str | None]:
     return {**make_learning_rate(config).to_dict(), **more}
 
 
-def _begun(schedule: Mapping[str, Any], steps: int) -> list[list[Any]]:
-    return [list(target) for target in schedule.get("targets", ()) if target[0] < steps]
+def _begun(schedule: Mapping[str, Any], steps: int) -> str:
+    """Return the targets of a checkpoint's schedule that begin before ``steps`` steps are done."""
+    targets = str(schedule.get("targets") or "none").split(", ")
+    begun = [text for text in targets if not (first := text.partition("-")[0]).isdecimal() or int(first[:18]) < steps]
+    return ", ".join(begun) or "none"
 
 
 def another_schedule(saved: Mapping[str, Any], now: Mapping[str, Any], steps: int = 0) -> tuple[str, str] | None:
