@@ -262,6 +262,11 @@ def longest(d: Drawn) -> int:
     return int(d.seq_length) * (2 if "seq-length" in (d.get("data_phases") or "") else 1)
 
 
+def decays(d: Drawn) -> list[str | None]:
+    """Decays of the learning rate; wsd ends it, as a phase may."""
+    return [None, "constant", "linear", "inverse-square-root", *([] if longest(d) > d.seq_length else ["wsd"])]
+
+
 def head_counts(d: Drawn) -> list[int]:
     few = [head_step(d) * factor for factor in (1, 2, 4, 3)]
     return [*few, *few, *([MANY_HEADS] if MANY_HEADS % head_step(d) == 0 else [])]

@@ -462,7 +462,7 @@ TRAINING = (
         Option(name, (None, None, "bf16"), when=legal.rounds_moments, wild=("bf16",))
         for name in ("exp_avg_dtype", "exp_avg_sq_dtype")
     ),
-    Option("lr_decay_style", (None, "constant", "linear", "wsd", "inverse-square-root")),
+    Option("lr_decay_style", legal.decays, wild=("wsd",)),
     Option("lr_warmup_iters", (None, 1), when=lambda d: not legal.growing(d), wild=(10,)),
     Option("lr_decay_iters", (None, None, 3), wild=(1,)),
     Option("lr_wsd_decay_iters", (None, 2, 1), when=legal.one_of("lr_decay_style", "wsd"), wild=(2, 20)),
@@ -551,6 +551,7 @@ RECOMPUTE = of_layout(
             and not legal.whole_units(d)
             and not legal.pipelined(d)
             and not legal.branched(d)
+            and legal.longest(d) == d.seq_length
         ),
         wild=(1048576.0,),
     ),
