@@ -530,8 +530,8 @@ class Trainer:
     # Around the step
 
     def _evaluate(self) -> dict[str, float]:
-        heldout = self.corpus.heldout
-        assert heldout is not None  # the rules refuse an evaluation without held-out samples
+        heldout = self.corpus.evaluation_sets
+        assert heldout  # the rules refuse an evaluation without held-out samples
         self.corpus.check_files()
         self.stepper.resolve_pending()
         self.loader.settle()
@@ -613,8 +613,9 @@ class Trainer:
         if training.train_iters and not self._ended_source:
             self._message(messages.nothing_left(self.progress.iteration, training.train_iters))
         if training.eval_interval:  # a run without steps is the way to evaluate a checkpoint
-            means, samples = self._evaluate(), self.corpus.heldout or ()
-            self._message(messages.evaluation(means, num_evaluated(self.config, samples), len(samples)))
+            means, sets = self._evaluate(), self.corpus.evaluation_sets.values()
+            read = sum(num_evaluated(self.config, samples) for samples in sets)
+            self._message(messages.evaluation(means, read, sum(map(len, sets))))
 
     def _report_end(self, exported: Path | None) -> None:
         stop, folder = self.control.stop, self.checkpoints.folder

@@ -28,7 +28,8 @@ class DataOptions:
     )
     eval_data_path: tuple[str, ...] = flag(
         (),
-        "held-out data for evaluation, in the form of --data-path; mock only together with --data-path mock",
+        "held-out data for evaluation, in the form of --data-path; sets with names (NAME=PATH) are evaluated one by "
+        "one; mock only together with --data-path mock",
         aliases=("valid-data-path",),
         path=True,
         named=True,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,7 +15,7 @@ from megapar.data.cache import hash_parts, make_once
 from megapar.data.sample_maker import DecoderSampleMaker, ErnieSampleMaker, MadeSamples, Maker, Packing
 from megapar.data.sampling.data_phases import PhasedSamples, Phases
 from megapar.data.sampling.ernie import SHORTEST_SEQUENCE
-from megapar.data.sampling.samples import TokenPieces
+from megapar.data.sampling.samples import Samples, TokenPieces
 from megapar.data.tasks.build import TaskData
 from megapar.data.text.chunks import BadRecords
 from megapar.data.text.hf_dataset import open_dataset
@@ -65,6 +65,11 @@ class Corpus(MadeSamples):
         except Exception:
             self.check_files()
             raise
+
+    @property
+    def evaluation_sets(self) -> Mapping[str, Samples]:
+        """Held-out samples by the name of their set, "" if the sets have no names; none if nothing is held out."""
+        return self.heldout_sets or ({} if self.heldout is None else {"": self.heldout})
 
     @cached_property
     def source_end(self) -> tuple[int, str] | None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache, partial
+from types import MappingProxyType
 from typing import Generic, TypeVar
 
 from megapar.data.batches import Collate, collate_decoder, collate_ernie
@@ -32,6 +33,7 @@ from megapar.data.tokens.split import Split, TrainHeldout
 from megapar.data.tokens.store import StoreBlend, TokenStore
 
 MOST_NAMES = 3  # file names of one corpus that are shown
+EMPTY: Mapping[str, Samples] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,7 @@ class MadeSamples:
         heldout: Held-out samples, in an order that does not depend on the seed; None if there are none.
         contents: Counts of each training corpus.
         phased: Makes the training samples of a run whose data changes on the way, from a phase on.
+        heldout_sets: Held-out samples of each named source of evaluation data.
     """
 
     train: Samples
@@ -98,6 +101,7 @@ class MadeSamples:
     contents: tuple[Content, ...] = ()
     heldout_contents: tuple[Content, ...] = ()
     phased: Callable[[Phases, int], PhasedSamples] | None = None
+    heldout_sets: Mapping[str, Samples] = EMPTY
 
 
 @dataclass(frozen=True)
@@ -145,10 +149,18 @@ class SampleMaker(ABC, Generic[P]):
             maker = replace(self, seq_length=seq_length)
             return [maker.of_store(store, held_out=False) for store in stores.train.stores]
 
-        heldout, heldout_contents = None, ()
+        heldout: P | None = None
+        heldout_contents: tuple[Content, ...] = ()
         if stores.heldout is not None:
             heldout, heldout_contents = self._pieces(stores.heldout, sources.heldout or sources.train, held_out=True)
-        return self._made(TrainHeldout(train, heldout), tokenizer, contents, heldout_contents, parts)
+        made = self._made(TrainHeldout(train, heldout), tokenizer, contents, heldout_contents, parts)
+        if stores.heldout is None or not sources.heldout or not sources.heldout[0].label:
+            return made
+        sets = {}
+        for source, store in zip(sources.heldout, stores.heldout.stores, strict=True):
+            pieces = TrainHeldout(train, self.of_store(store, held_out=True))
+            sets[source.label] = self.samples(pieces, tokenizer).heldout
+        return replace(made, heldout_sets={name: samples for name, samples in sets.items() if samples is not None})
 
     def streamed(self, name: str, field: str, tokenizer: Tokenizer) -> MadeSamples:
         """Return the samples of a streamed dataset. Raises DataError if it cannot be read."""
@@ -185,7 +197,7 @@ class SampleMaker(ABC, Generic[P]):
         samples = self.samples(pieces, tokenizer)
 
         def phased(phases: Phases, first: int) -> PhasedSamples:
-            read, sizes = [], {}
+            read, sizes = list[Samples](), dict[str, int]()
             for number, phase in enumerate(phases[first:], first):
                 train, maker = pieces.train, replace(self, seq_length=phase.seq_length or self.seq_length)
                 if phase.parts is not None and parts is not None:

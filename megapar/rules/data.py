@@ -82,6 +82,16 @@ RULES: tuple[Rule, ...] = (
         failing="--data-path a=a.jsonl b=b.jsonl",
     ),
     _row(
+        id="eval-names-weights",
+        reads=("data_path", "eval_data_path"),
+        when=lambda f: _blends(f) and any(item.name for item in blend_of(f.eval_data_path)),
+        requires=lambda f: blend_of(f.eval_data_path)[0].weight is None,
+        message="named sets of --eval-data-path are evaluated one by one, so weights have no effect",
+        fix="Leave the weights out, or the names for the loss of the mixture.",
+        passing="--eval-data-path a=a.jsonl b=b.jsonl",
+        failing="--eval-data-path 2 a=a.jsonl 1 b=b.jsonl",
+    ),
+    _row(
         id="phases-sources",
         reads=("data_phases", "data_path", "eval_data_path"),
         when=lambda f: f.data_phases is not None and _blends(f),

@@ -137,7 +137,8 @@ def _phase(text: str) -> PlannedPhase:
         raise ValueError(f"{text!r} has no source")
     length, batch = (_size(name, settings.get(name)) for name in (SEQ_LENGTH, BATCH))
     target = _rate(settings[RATE]) if RATE in settings else None
-    return PlannedPhase(amount(at), *(unit or [ITERATIONS]), tuple(sorted(weights.items())), length, batch, target)
+    of_sources = tuple(sorted(weights.items()))
+    return PlannedPhase(amount(at), unit[0] if unit else ITERATIONS, of_sources, length, batch, target)
 
 
 def _size(name: str, text: str | None) -> int | None:

@@ -127,7 +127,8 @@ def held_out(d: Drawn) -> list[tuple[str, ...] | None]:
     # A sentence pair needs eight tokens of a document, which a short one of whole words does not have.
     sizes = [size for size in HELD_OUT if size // 2 <= 45 * d.seq_length and (d.kind != "ernie" or size > 60)]
     fitting = [HELD_OUT[size] for size in sizes]
-    return [None, (fitting[-1],), ("2", fitting[0], "1", fitting[-1])] if fitting else [None]
+    mixed, named = ("2", fitting[0], "1", fitting[-1]), (f"a={fitting[0]}", f"b={fitting[-1]}")
+    return [None, (fitting[-1],), mixed, named] if fitting else [None]
 
 
 def split_dropout(d: Drawn) -> bool:

@@ -203,6 +203,7 @@ PROOFS: dict[str, Proof] = {
     "manual-gc-interval": Proof(idle=("manual_gc_interval",)),
     "load-twice": Proof(argument="one of the two sources of weights would win in silence"),
     "names-without-weights": Proof(argument="nothing would say what share of the samples each source has"),
+    "eval-names-weights": Proof(argument="the weights would be ignored, and the loss be another than they say"),
     "phases-sources": Proof(argument="a source of a phase would have no path, or a source that is named no phase"),
     "phases-places": Proof(argument="a phase that is written would never be trained on, or the ramp would end in it"),
     "phases-lr": Proof(argument="one of the two decays at the end would win in silence"),

@@ -265,3 +265,26 @@ def test_the_future_may_change_and_the_past_may_not(runs: Runs, told: list[str])
     _, after = runs.run(phases, 14, "--load", own, "--save", own)  # what was overridden is past
     assert not [line for line in told if "data from" in line]
     assert min(token for step in (13, 14) for token in after[step][1]) >= BASES["b"]
+
+
+def test_named_evaluation_sets_have_a_loss_each_and_their_mean_over_tokens(runs: Runs, tmp_path: Path) -> None:
+    def evaluated(*sets: str, world: int = 1) -> Any:
+        paths = [word.partition("=")[2] if len(sets) == 1 else word for word in sets]
+        flags = ("--eval-interval", "2", "--eval-iters", "9", "--metrics-jsonl", str(tmp_path / "metrics.jsonl"))
+        base = [*last_wins(MODEL, ("--train-iters", "2", *flags)), "--data-path", runs.sources[2]]
+        line = [one for one in base if one not in ("--split", "100,0")]
+        place = str(tmp_path)
+        return run_ranks(world, train_rank, [*line, "--eval-data-path", *paths], place, 0, group=False)[0].records[1]
+
+    words = runs.sources[:2]
+    one, other, both = evaluated(words[0]), evaluated(words[1]), evaluated(*words)
+    assert both.eval_sets == {"a": one.eval_loss, "b": other.eval_loss}
+    assert one.eval_sets == {}
+    share = SIZES["a"] / (SIZES["a"] + SIZES["b"])
+    assert both.eval_loss == pytest.approx(share * one.eval_loss + (1 - share) * other.eval_loss, rel=1e-14)
+    assert both.scalars()["eval_loss/a"] == one.eval_loss
+    written = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert written[-1]["eval_sets"] == both.eval_sets
+    again = evaluated(*words, world=2)
+    assert again.eval_sets == pytest.approx(both.eval_sets, rel=1e-12)
+    assert again.eval_loss == pytest.approx(both.eval_loss, rel=1e-12)

@@ -238,7 +238,8 @@ def another_run(config: Config, folder: Location) -> tuple[list[Complaint], str]
     path = config.data.tokenizer_model
     tokenizer = None if path is None else known_facts(path)
     where, consumed = f"--load {config.checkpoint.load}: {folder.name}", scalars.get("consumed_samples", 0)
-    plan, unread, complaints = None, 0, list[Complaint]()
+    plan: DataPlan | None = None
+    unread, complaints = 0, list[Complaint]()
     try:
         ranges = [(int(first), int(last)) for first, last in scalars.get("skip_samples", [])]
         skipped = effective(merged(map(parse_range, config.reliability.skip_samples)), ranges, int(consumed))

@@ -54,6 +54,7 @@ class Panel:
 
 LOSSES = (
     Panel("Loss", {"loss": "training", "eval_loss": "evaluation"}, "nats per token", noisy=True),
+    Panel("Loss of each evaluation set", {"eval_sets.": ""}, "nats per token"),
     Panel(
         "Terms of the loss",
         {"lm_loss": "next token", "mtp_loss": "multi-token prediction", "sop_loss": "sentence order"},

@@ -39,6 +39,7 @@ from megapar.training.reports.streams import stream_failures
 from megapar.training.reports.terminal import PlainTerminal
 from megapar.training.step.batches import Denominators
 from megapar.training.step.dtypes import compute_dtype
+from megapar.training.step.evaluate import OF_SET
 from megapar.training.step.expert_places import ExpertPlaces
 from megapar.training.step.job import Job
 from megapar.training.step.objective import Objective
@@ -86,7 +87,8 @@ class Monitor:
         (record,), self._unevaluated = self._unevaluated, []
         losses: dict[str, Any] = {f"eval_{name}": means.get(key) for name, key in _EVALUATED}
         tasks = {name: mean for name, mean in means.items() if _is_task(name)}
-        record = replace(record, eval_tasks=tasks, **losses)
+        sets = {name.removeprefix(OF_SET): mean for name, mean in means.items() if name.startswith(OF_SET)}
+        record = replace(record, eval_tasks=tasks, eval_sets=sets, **losses)
         self._log([record])
         return record
 

@@ -128,8 +128,9 @@ def _data(config: Config, corpus: Corpus) -> Iterator[str]:
     samples, tokens = consumption(config)
     yield from _side("trained on", corpus.contents)
     yield from _side("held out", corpus.heldout_contents)
-    if corpus.heldout is not None and config.training.eval_interval:
-        yield f"evaluation: {num_evaluated(config, corpus.heldout):,} of {len(corpus.heldout):,} held-out samples"
+    if (sets := corpus.evaluation_sets) and config.training.eval_interval:
+        read = sum(num_evaluated(config, samples) for samples in sets.values())
+        yield f"evaluation: {read:,} of {sum(map(len, sets.values())):,} held-out samples"
     rounds = None if config.data.data_phases else epochs(samples, corpus.contents)
     whole = "" if rounds is None or (config.model.mixes_tasks) else f", {rounds}"
     yield f"this run:   {iterations:,} steps, {samples:,} samples, {tokens:,} positions{whole}"

@@ -10,7 +10,7 @@ from typing import Any
 from megapar.health.hangs.stragglers import Pace
 
 _IF_MEASURED = ("eval_", "decoupled_lr", "weight_decay", "qk_clip")
-_IF_ANY = ("tasks", "eval_tasks", "update_norms", "weight_norms")
+_IF_ANY = ("tasks", "eval_tasks", "eval_sets", "update_norms", "weight_norms")
 _LARGEST_EXPONENT = 700  # exp of more overflows
 
 
@@ -64,6 +64,7 @@ class Record:
         eval_mtp_loss: Its loss of multi-token prediction.
         tasks: Loss of every ERNIE 3.0 task, and accuracy of tasks that predict a class.
         eval_tasks: The same for an evaluation.
+        eval_sets: Loss of each of several sets of an evaluation, by name.
         expert_load: Per mixture-of-experts layer, percentiles of the experts' load relative to a balanced load, and
             ``busiest_rank``, the load of the busiest of several expert parallel ranks relative to their mean.
     """
@@ -112,6 +113,7 @@ class Record:
     eval_mtp_loss: float | None = None
     tasks: dict[str, float] = field(default_factory=dict)
     eval_tasks: dict[str, float] = field(default_factory=dict)
+    eval_sets: dict[str, float] = field(default_factory=dict)
     expert_load: list[dict[str, float]] = field(default_factory=list)
 
     @property
@@ -169,6 +171,7 @@ class Record:
             "speed/exposed_seconds": self.exposed_communication_seconds,
         }.items()
         yield from self._experts()
+        yield from ((f"eval_loss/{name}", value) for name, value in self.eval_sets.items())
         yield from ((f"sent_bytes/{name}", amount) for name, amount in self.sent_bytes.items())
         yield from ((f"tasks/{name}", value) for name, value in self.tasks.items())
         yield from ((f"tasks/evaluation_{name}", value) for name, value in self.eval_tasks.items())

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator, Mapping, Sized
 
 import torch
+from torch import Tensor
 
 from megapar.arguments import Config
 from megapar.core.comm.agreement import reduce_numbers
@@ -13,29 +14,37 @@ from megapar.data.sampling.samples import Samples
 from megapar.training.step.job import Job
 from megapar.training.step.objective import Objective
 
+OF_SET = "loss/"
+"""Prefix of the loss of one of several sets."""
+
 
 @torch.no_grad()
-def evaluate(config: Config, job: Job, samples: Samples, collate: Collate, objective: Objective) -> dict[str, float]:
+def evaluate(
+    config: Config, job: Job, sets: Mapping[str, Samples], collate: Collate, objective: Objective
+) -> dict[str, float]:
     """Return the mean of every term over its items, and ``loss``, their weighted sum without the routing losses.
 
-    Micro-batch j contains samples [j * micro_batch_size, ...) of the first ``eval_iters`` global batches, or of all
-    held-out samples if there are fewer (the last one may be smaller). Ranks of pp and cp share the samples and add up
+    The means are over the items of all sets together. Of several sets, ``loss/NAME`` is that of each.
+
+    Micro-batch j of a set contains its samples [j * micro_batch_size, ...) of the first ``eval_iters`` global batches,
+    or all of them if there are fewer (the last one may be smaller). Ranks of pp and cp share the samples and add up
     their terms. ``rounds`` says which rank runs which micro-batch.
     """
     training, world, model = config.training, job.world, job.model
     run = model if job.pipeline is None else job.pipeline.evaluate
-    num_samples = num_evaluated(config, samples)
     data = world.axis("data")
     names = list(objective.weights)
-    totals = torch.zeros(2, len(names), dtype=torch.float64)
+    totals = torch.zeros(2, len(sets), len(names), dtype=torch.float64)
     model.eval()
     try:
-        for numbers, counted in rounds(num_samples, training.micro_batch_size, data.rank, data.size):
-            batch = collate([samples[i] for i in numbers])
-            terms = run(batch.to(world.device.torch_device, non_blocking=True).tensors, batch.valid_tokens)
-            if counted:
-                totals[0] += torch.stack([terms.sums[name] for name in names]).cpu().double()
-                totals[1] += torch.tensor([batch.counts[name] for name in names], dtype=torch.float64)
+        for number, samples in enumerate(sets.values()):
+            num_samples = num_evaluated(config, samples)
+            for numbers, counted in rounds(num_samples, training.micro_batch_size, data.rank, data.size):
+                batch = collate([samples[i] for i in numbers])
+                terms = run(batch.to(world.device.torch_device, non_blocking=True).tensors, batch.valid_tokens)
+                if counted:
+                    totals[0, number] += torch.stack([terms.sums[name] for name in names]).cpu().double()
+                    totals[1, number] += torch.tensor([batch.counts[name] for name in names], dtype=torch.float64)
     finally:
         model.train()
     reduce_numbers(totals, data, "evaluation")
@@ -43,10 +52,15 @@ def evaluate(config: Config, job: Job, samples: Samples, collate: Collate, objec
         if axis.group is not None:
             totals[1] *= axis.rank == 0  # its ranks read the same samples, so only one counts them
             reduce_numbers(totals, axis, "evaluation")
-    sums, items = totals.tolist()
-    means = {name: total / (count or 1) for name, total, count in zip(names, sums, items, strict=True)}
-    means["loss"] = sum(objective.weights[name] * means[name] for name in names)
-    return means
+
+    def means_of(sums: Tensor, items: Tensor) -> dict[str, float]:
+        pairs = zip(names, sums.tolist(), items.tolist(), strict=True)
+        means = {name: total / (count or 1) for name, total, count in pairs}
+        return means | {"loss": sum(objective.weights[name] * means[name] for name in names)}
+
+    of_each = [means_of(totals[0, number], totals[1, number])["loss"] for number in range(len(sets))]
+    named = {f"{OF_SET}{name}": loss for name, loss in zip(sets, of_each, strict=True)}
+    return means_of(totals[0].sum(0), totals[1].sum(0)) | (named if len(sets) > 1 else {})
 
 
 def num_evaluated(config: Config, samples: Sized) -> int:
