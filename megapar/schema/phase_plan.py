@@ -47,7 +47,7 @@ class PlannedPhase:
     """A phase as it is written.
 
     Attributes:
-        at: Where it begins, in ``unit``.
+        at: Its beginning, in ``unit``.
         weights: (name of a source, weight), in the order of names.
         seq_length: Positions of its samples; None for ``--seq-length``.
         batch: Its global batch size; None for ``--global-batch-size``.
@@ -63,7 +63,7 @@ class PlannedPhase:
 
     @property
     def place(self) -> str:
-        """Where it begins, in words."""
+        """The place of its beginning, in words."""
         return f"{self.at:,} {self.unit}" if self.at else "the start"
 
 
