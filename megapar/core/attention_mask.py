@@ -87,6 +87,14 @@ class AttentionMask:
         longest = self.length if self.ends is None else max(self.document_lengths)
         return self if window >= longest else replace(self, window=window)
 
+    def first_key(self, position: int) -> int:
+        """Return the first key that a position of a causal mask attends to, in any sample, after those of a memory."""
+        first = 0 if self.window is None else max(0, position + 1 - self.window)
+        if self.ends is None:
+            return first
+        starts = ((0, *ends)[bisect.bisect_right(ends, position)] for ends in self.ends)
+        return max(first, min(starts))
+
     @property
     def mean_keys(self) -> float:
         """Keys per position whose scores kernels compute, documents aside; with a memory all: the mask is a tensor."""

@@ -74,7 +74,8 @@ def packed_attention_slice_npu(
         ends_q.append(ends_q[-1] + queries.stop - queries.start)
         ends_k.append(ends_k[-1] + before + queries.stop - first)
     k_RGD, v_RGD = (torch.cat([x[sample, :, place].transpose(0, 1) for sample, place in keys]) for x in (k, v))
-    y = _attend_unequal(q.transpose(1, 2).flatten(0, 1), k_RGD, v_RGD, ends_q[1:], ends_k[1:], dropout, rows=rows)
+    q_TND, window = q.transpose(1, 2).flatten(0, 1), documents.window
+    y = _attend_unequal(q_TND, k_RGD, v_RGD, ends_q[1:], ends_k[1:], dropout, window=window, rows=rows)
     return y.view(q.shape[0], q.shape[2], *y.shape[1:]).transpose(1, 2)
 
 

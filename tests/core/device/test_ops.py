@@ -12,6 +12,7 @@ from torch.nn.attention import varlen
 
 from megapar.core.attention_mask import AttentionMask
 from megapar.core.device.attention import documents as packed_attention
+from megapar.core.device.attention import slices
 from megapar.core.device.attention import whole as attention
 from megapar.core.device.attention.documents import (
     by_kernel,
@@ -19,14 +20,14 @@ from megapar.core.device.attention.documents import (
     packed_attention_reference,
     packed_attention_varlen,
 )
-from megapar.core.device.attention.mask import DeviceMask
+from megapar.core.device.attention.mask import DeviceMask, causal_keys
 from megapar.core.device.attention.slices import (
     attention_slice_merged,
     attention_slice_reference,
     packed_attention_slice_reference,
 )
 from megapar.core.device.attention.table import CAUSAL, FULL, MASKED, VARLEN, WINDOW
-from megapar.core.device.attention.whole import attention_fused, attention_reference
+from megapar.core.device.attention.whole import attention_fused, attention_reference, plain_attention
 from megapar.core.device.ops import OPS, op
 from megapar.moe.expert_order import sort_by_expert
 from tests.support.ascend import stand_in
@@ -111,13 +112,16 @@ def cases(name, dtype):
         ]
     if name == "packed_attention_slice":
         documents = DeviceMask.of(AttentionMask.of_documents([3, 8, 9, 10, 16], 2), torch.device("cpu"))
+        masks = [documents, documents.within(3), DeviceMask(AttentionMask(2, 8, causal=True)).within(4)]
+        cuts = [mask.cut(slice(*place)) for mask in masks for place in ((0, 3), (2, 8), (4, 5), (0, 8))]
         return [
             (
-                tuple(draw(i, 2, n, s, 16, dtype=dtype) for i, (n, s) in enumerate(((4, stop - start), *keys))),
-                {"documents": documents.cut(slice(start, stop))},
+                tuple(draw(i, 2, *shape, 16, dtype=dtype) for i, shape in enumerate(((4, own), (n, seen), (n, seen)))),
+                {"documents": cut},
             )
-            for start, stop in ((0, 3), (2, 8), (4, 5), (0, 8))
-            for keys in (((2, stop), (2, stop)), ((4, stop), (4, stop)))
+            for cut in cuts
+            for own, seen in ((cut.place.stop - cut.place.start, cut.place.stop - cut.first_key),)
+            for n in (2, 4)
         ]
     if name == "attention_slice":
         return [
@@ -399,7 +403,8 @@ def test_layers_of_one_window_share_a_mask():
 def lower_right(query, key, value, starts_q, starts_k, max_q, max_k, *, window_size, **more):
     """What torch's kernel computes: the last query of a sequence sees all of its keys."""
     assert starts_q.dtype == starts_k.dtype == torch.int32
-    assert window_size == (-1, 0)
+    before, after = window_size
+    assert after == 0
     assert max_q == (starts_q[1:] - starts_q[:-1]).max()
     found = []
     for (a, b), (c, d) in zip(
@@ -408,28 +413,36 @@ def lower_right(query, key, value, starts_q, starts_k, max_q, max_k, *, window_s
         assert d - c <= max_k
         heads = [x.transpose(0, 1)[None] for x in (query[a:b], key[c:d], value[c:d])]
         if a < b:
-            found.append(OPS["attention_slice"]["reference"](*heads)[0].transpose(0, 1))
+            seen = causal_keys(b - a, d - c, query.device, d - c - b + a, window=None if before < 0 else before + 1)
+            found.append(plain_attention(*heads, seen, 0.0)[0].transpose(0, 1))
     return torch.cat(found)
 
 
 @pytest.mark.parametrize("ends", [[8, 16], [3, 8, 9, 10, 16], [8, 11, 12, 16], [4, 5, 8, 12, 13, 16]])
 @pytest.mark.parametrize("place", [slice(0, 3), slice(3, 4), slice(4, 8), slice(0, 8)])
-def test_documents_of_a_slice_are_one_call_of_the_kernel(ends, place, monkeypatch):
-    documents = DeviceMask.of(AttentionMask.of_documents(ends, 2), torch.device("cpu"))
+@pytest.mark.parametrize("window", [0, 1, 3])
+def test_documents_of_a_slice_are_one_call_of_the_kernel(ends, place, window, monkeypatch):
+    """In a window, from the first key that a query sees."""
+    documents = DeviceMask.of(AttentionMask.of_documents(ends, 2), torch.device("cpu")).within(window)
     monkeypatch.setattr(packed_attention, "varlen_attention", lower_right)
+    monkeypatch.setattr(slices, "takes", lambda *call: True)
     q, k, v = (draw(i, 2, n, 8, 16, dtype=torch.float64)[:, :, : place.stop] for i, n in enumerate((4, 2, 2)))
     cut = documents.cut(place)
     assert cut is documents.cut(place)  # one for all layers
-    got = by_kernel(q[:, :, place], k, v, (cut.starts_q, cut.starts_k), cut.longest)
+    assert cut.first_key == (documents.host.first_key(place.start) if window else 0)
+    k, v = (x[:, :, cut.first_key :] for x in (k, v))
+    got = slices.packed_attention_slice_varlen(q[:, :, place], k, v, documents=cut)
     expected = packed_attention_slice_reference(q[:, :, place], k, v, documents=cut)
     assert float((got - expected).detach().abs().max()) < 1e-14
 
 
-def test_slices_inside_documents_are_the_whole_cut():
-    documents = DeviceMask.of(AttentionMask.of_documents([3, 8, 9, 10, 16], 2), torch.device("cpu"))
+@pytest.mark.parametrize("window", [0, 2])
+def test_slices_inside_documents_are_the_whole_cut(window):
+    documents = DeviceMask.of(AttentionMask.of_documents([3, 8, 9, 10, 16], 2), torch.device("cpu")).within(window)
     q, k, v = (draw(i, 2, n, 8, 16, dtype=torch.float64) for i, n in enumerate((4, 2, 2)))
     whole = packed_attention_reference(q, k, v, mask=documents)
     for place in (slice(0, 3), slice(3, 4), slice(4, 8)):
-        seen = [x[:, :, : place.stop] for x in (k, v)]
-        got = packed_attention_slice_reference(q[:, :, place], *seen, documents=documents.cut(place))
+        cut = documents.cut(place)
+        seen = [x[:, :, cut.first_key : place.stop] for x in (k, v)]
+        got = packed_attention_slice_reference(q[:, :, place], *seen, documents=cut)
         assert float((got - whole[:, :, place]).detach().abs().max()) < 1e-14

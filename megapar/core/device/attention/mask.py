@@ -17,6 +17,8 @@ from torch import Tensor
 from megapar.core.attention_mask import AttentionMask
 from megapar.core.device.attention.table import form_of
 
+_CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True)
 class DeviceMask:
@@ -75,24 +77,29 @@ class DeviceMask:
         return self._windows[window]
 
     def starts_on(self, device: torch.device) -> Tensor:
-        """Return ``starts``, or without documents those of the samples, [samples + 1], made once."""
+        """Return ``starts``, or those of ``host``, which without documents are the samples', made once."""
         if self.starts is not None:
             return self.starts
         if device not in self._samples:
             samples, length = self.host.samples, self.host.length
-            self._samples[device] = torch.arange(samples + 1, dtype=torch.int32, device=device) * length
+            whole = self.host.ends is None
+            starts = torch.arange(samples + 1) * length if whole else torch.tensor((0, *self.host.flat_ends))
+            self._samples[device] = starts.to(device, torch.int32)
         return self._samples[device]
 
-    def cut(self, place: slice) -> DocumentSlice:
+    def cut(self, place: slice, device: torch.device = _CPU) -> DocumentSlice:
         """Return the parts of documents in a slice of the sequence. All layers share the result.
 
-        place: Positions of the slice in each sample.
+        Args:
+            place: Positions of the slice in each sample.
+            device: Where the kernel reads ``starts``, if this mask has none.
         """
         key = (place.start, place.stop)
         if key not in self._slices:
-            assert self.starts is not None
-            pieces, longest = _pieces(self.host, place), _longest(self.host, place)
-            self._slices[key] = DocumentSlice(pieces, longest, place, self.host.length, self.starts)
+            before = 0 if self.host.window is None else self.host.first_key(place.start)
+            pieces, longest = _pieces(self.host, place, before), _longest(self.host, place, before)
+            starts, window = self.starts_on(device), self.host.window
+            self._slices[key] = DocumentSlice(pieces, longest, place, self.host.length, starts, before, window)
         return self._slices[key]
 
 
@@ -101,7 +108,7 @@ class DocumentPiece(NamedTuple):
 
     Attributes:
         queries: Positions of the part, relative to the start of the slice.
-        first: Start of the document in its sample.
+        first: Start of the document, or of its keys in a window, relative to the first key of the slice.
     """
 
     sample: int
@@ -119,6 +126,8 @@ class DocumentSlice:
         place: Positions of the slice in each sample.
         length: Positions of a sample.
         starts: As in ``DeviceMask``.
+        first_key: Position of the first key that the slice takes: 0, or in a window the first that a query sees.
+        window: As in ``AttentionMask``.
     """
 
     pieces: tuple[DocumentPiece, ...]
@@ -126,6 +135,8 @@ class DocumentSlice:
     place: slice
     length: int
     starts: Tensor
+    first_key: int = 0
+    window: int | None = None
 
     @cached_property
     def starts_q(self) -> Tensor:
@@ -138,7 +149,8 @@ class DocumentSlice:
     def starts_k(self) -> Tensor:
         """[documents + 1] int32: start of each document among the keys, which end with the slice."""
         sample, first = self.starts // self.length, self.starts % self.length
-        return sample * self.place.stop + first.clamp(max=self.place.stop)
+        size = self.place.stop - self.first_key
+        return sample * size + (first - self.first_key).clamp(0, size)
 
 
 def causal_keys(queries: int, keys: int, device: torch.device, before: int = 0, window: int | None = None) -> Tensor:
@@ -157,18 +169,19 @@ def _documents(mask: AttentionMask) -> Iterator[tuple[int, int, int]]:
         yield sample, start - sample * mask.length, end - sample * mask.length
 
 
-def _longest(mask: AttentionMask, place: slice) -> tuple[int, int]:
+def _longest(mask: AttentionMask, place: slice, before: int) -> tuple[int, int]:
     queries = keys = 0
     for _, first, last in _documents(mask):
         queries = max(queries, min(last, place.stop) - max(first, place.start))
-        keys = max(keys, min(last, place.stop) - min(first, place.stop))
+        keys = max(keys, min(last, place.stop) - max(first, before))
     return queries, keys
 
 
-def _pieces(mask: AttentionMask, place: slice) -> tuple[DocumentPiece, ...]:
+def _pieces(mask: AttentionMask, place: slice, before: int) -> tuple[DocumentPiece, ...]:
     pieces = []
     for sample, first, last in _documents(mask):
         start, stop = max(first, place.start), min(last, place.stop)
         if start < stop:
-            pieces.append(DocumentPiece(sample, slice(start - place.start, stop - place.start), first))
+            queries = slice(start - place.start, stop - place.start)
+            pieces.append(DocumentPiece(sample, queries, max(first, before) - before))
     return tuple(pieces)

@@ -2,7 +2,8 @@
 
     k, v   | keys of earlier slices: unmasked | own keys: causal |     q is above the last block
 
-The packed forms attend inside documents only. A slice can contain any part of a document.
+The packed forms attend inside documents only, and in a window if the slice has one, for which samples are documents,
+too. A slice can contain any part of a document.
 
 Shape letters: B batch, N query heads, G key-value heads, S positions of q, L of k and v, D head size of q and k, V of v
 and the output.
@@ -11,6 +12,7 @@ and the output.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from torch.nn.attention import bias as alignments
 from megapar.core.device.attention.documents import by_kernel
 from megapar.core.device.attention.mask import DocumentSlice
 from megapar.core.device.attention.row_statistic import Rows
-from megapar.core.device.attention.table import DOCUMENTS, LOWER_RIGHT, VARLEN, takes
+from megapar.core.device.attention.table import DOCUMENTS, LOWER_RIGHT, VARLEN, WINDOW, takes
 from megapar.core.device.attention.whole import (
     attention_flash,
     attention_reference,
@@ -32,6 +34,7 @@ from megapar.core.device.attention.whole import (
     plain_attention,
     torch_attention,
 )
+from megapar.core.device.attention.windows import attention_window
 
 
 def attention_slice_reference(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0, rows: Rows = None) -> Tensor:
@@ -62,12 +65,18 @@ def attention_slice_fused(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0
 def packed_attention_slice_reference(
     q: Tensor, k: Tensor, v: Tensor, *, documents: DocumentSlice, dropout: float = 0.0, rows: Rows = None
 ) -> Tensor:
-    """Compute ``attention_slice_reference`` inside documents (``DeviceMask.cut``)."""
+    """Compute ``attention_slice_reference`` inside documents and the window of a slice (``DeviceMask.cut``).
+
+    In a window k and v begin with ``DocumentSlice.first_key``.
+    """
     before = k.shape[2] - q.shape[2]
     visible = torch.zeros(q.shape[0], 1, q.shape[2], k.shape[2], dtype=torch.bool)
     for sample, queries, first in documents.pieces:
         visible[sample, 0, queries, first : before + queries.stop] = True
-    visible = visible.tril(before).to(q.device)
+    visible = visible.tril(before)
+    if documents.window is not None:
+        visible = visible.triu(before + 1 - documents.window)
+    visible = visible.to(q.device)
     return plain_attention(q, k, v, visible, dropout, rows)
 
 
@@ -85,24 +94,35 @@ def packed_attention_slice_varlen(
 
     Otherwise each document is one call.
     """
-    if not takes(VARLEN, call_of(DOCUMENTS, q, v, dropout, rows)):
+    window = documents.window
+    if not takes(VARLEN, call_of(DOCUMENTS if window is None else WINDOW, q, v, dropout, rows)):
         return _by_document(attention_slice_fused, q, k, v, documents, dropout, rows)
     starts = (documents.starts_q, documents.starts_k)
-    return by_kernel(q, k, v, starts, documents.longest, dropout=dropout, rows=rows)
+    return by_kernel(q, k, v, starts, documents.longest, window=window, dropout=dropout, rows=rows)
 
 
 def _by_document(
     form: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, documents: DocumentSlice, dropout: float, rows: Rows
 ) -> Tensor:
-    """Call ``form`` for each document's part of the slice, with all keys of the document up to it."""
-    before, samples = k.shape[2] - q.shape[2], list(zip(q.unbind(0), k.unbind(0), v.unbind(0), strict=True))
-    outputs: list[list[Tensor]] = [[] for _ in samples]
-    for sample, queries, first in documents.pieces:
-        q_NSD, k_GLD, v_GLD = samples[sample]
-        keys = slice(first, before + queries.stop)
-        heads = (q_NSD[None, :, queries], k_GLD[None, :, keys], v_GLD[None, :, keys])
-        seen = None if rows is None else rows.at(slice(sample, sample + 1), queries)
-        outputs[sample].append(form(*heads, dropout=dropout, rows=seen))
+    """Call ``form`` for each document's part of the slice, with all keys of the document up to it.
+
+    A part with more keys than the window takes the calls of ``attention_window``. Samples that are alike are one call.
+    """
+    before, pieces, window = k.shape[2] - q.shape[2], documents.pieces, documents.window
+
+    def attend(heads: tuple[Tensor, ...], samples: slice, queries: slice, first: int) -> Tensor:
+        keys, (q, k, v) = slice(first, before + queries.stop), heads
+        hides = window is not None and keys.stop - keys.start > window
+        chosen = partial(attention_window, window=window) if hides else form
+        seen = None if rows is None else rows.at(samples, queries)
+        return chosen(q[:, :, queries], k[:, :, keys], v[:, :, keys], dropout=dropout, rows=seen)
+
+    if len(pieces) == len(q) and all(piece[1:] == pieces[0][1:] for piece in pieces):
+        return attend((q, k, v), slice(None), *pieces[0][1:])
+    one = list(zip(*(x.split(1) for x in (q, k, v)), strict=True))
+    outputs: list[list[Tensor]] = [[] for _ in one]
+    for sample, queries, first in pieces:
+        outputs[sample].append(attend(one[sample], slice(sample, sample + 1), queries, first))
     return torch.cat([torch.cat(parts, dim=2) for parts in outputs])
 
 

@@ -6,8 +6,11 @@ own block and the keys i + 1.. of the previous one, which is a causal tile with 
     keys of | previous block   | own block            a last block of r < w rows sees all of the previous block's keys
             | anti-causal      | causal               r.. as well, and those before in the reversed tile
 
-Shape letters: B batch, N query heads, G key-value heads, S positions, D head size of queries and keys, V of values and
-the output, F any features, w window.
+Queries may be the last S of L positions, of which they see the last L - S < w before the first query. Then the blocks
+are those of the keys, and the first one has w - (L - S) rows, which see all keys before them.
+
+Shape letters: B batch, N query heads, G key-value heads, S queries, L keys (S except in a slice), D head size of
+queries and keys, V of values and the output, F any features, w window.
 """
 
 from __future__ import annotations
@@ -39,13 +42,17 @@ def attention_window(
 
     A GPU without FlashAttention has plain products for tiles. The mask is materialized with dropout only, which the
     kernel of a CPU lacks. ``rows`` counts the log-sum-exps of rows, merged over their tiles. Raises ValueError for a
-    window that hides nothing. Shapes as of ``attention_reference``.
+    window that hides nothing. Shapes as of ``attention_reference``; q may be the last positions of k, of which those
+    before the first row's window are not read.
     """
-    length = q.shape[2]
+    queries, length = q.shape[2], k.shape[2]
     if not 0 < window < length:
         raise ValueError(f"a window of {window} of {length} keys: pass 1 to {length - 1}, or call causal attention")
     if dropout:
-        return plain_attention(q, k, v, causal_keys(length, length, q.device, window=window), dropout, rows)
+        visible = causal_keys(queries, length, q.device, before=length - queries, window=window)
+        return plain_attention(q, k, v, visible, dropout, rows)
+    if (unseen := length - queries - window + 1) > 0:
+        k, v = (x.narrow(2, unseen, length - unseen) for x in (k, v))
     return WindowedAttention.apply(q, k, v, window, rows)
 
 
@@ -55,6 +62,10 @@ class _Region(NamedTuple):
     first: int
     blocks: int
     rows: int
+
+    def back(self, by: int) -> _Region:
+        """Return the parts so many positions earlier."""
+        return self._replace(first=self.first - by)
 
     def of(self, x: Tensor, window: int) -> Tensor:
         """Return the view [B, blocks, heads, rows, F] of x [B, heads, S, F]."""
@@ -70,6 +81,11 @@ class _Tile(NamedTuple):
     causal: bool = True
     reversed: bool = False
 
+    @property
+    def own(self) -> bool:
+        """True for a tile of a row's own block."""
+        return self.causal and not self.reversed
+
     def take(self, x: Tensor, region: _Region, window: int) -> Tensor:
         """Return the part of x [B, heads, S, F] that is in a region as [B blocks, heads, rows, F]."""
         part = region.of(x, window).flatten(0, 1)
@@ -84,23 +100,39 @@ class _Tile(NamedTuple):
         return (part.flip(2) if self.reversed else part).unflatten(0, (-1, region.blocks))
 
 
-def _tiles(length: int, window: int) -> Iterator[_Tile]:
-    """Yield the tiles of a sequence: first those of own blocks, which see every row, then those of previous blocks."""
+def _tiles(length: int, window: int, before: int) -> Iterator[_Tile]:
+    """Yield the tiles of a sequence: first those of own blocks, which see every row, then those of earlier keys.
+
+    length: Keys, of which the first ``before`` < ``window`` have no row. Queries are counted from the first row.
+    """
     blocks, rest = divmod(length, window)
-    end = blocks * window
-    yield _Tile(own := _Region(0, blocks, window), own)
+    end, cut = blocks * window, int(before > 0)  # the first block may have fewer rows than keys
+    first = _Region(0, 1, window - before)
+    if cut:
+        yield _Tile(first, _Region(before, 1, window - before))
+    if blocks > cut:
+        whole = _Region(cut * window, blocks - cut, window)
+        yield _Tile(whole.back(before), whole)
     if rest:
-        yield _Tile(own := _Region(end, 1, rest), own)
+        last = _Region(end, 1, rest)
+        yield _Tile(last.back(before), last)
+    if cut:
+        yield _Tile(first, _Region(0, 1, before), causal=False)
     if blocks > 1 and window > 1:
-        yield _Tile(_Region(window, blocks - 1, window - 1), _Region(1, blocks - 1, window - 1), reversed=True)
+        rows = _Region(window, blocks - 1, window - 1)
+        yield _Tile(rows.back(before), _Region(1, blocks - 1, window - 1), reversed=True)
     if rest:
-        yield _Tile(_Region(end, 1, rest), _Region(end - window + rest, 1, window - rest), causal=False)
+        yield _Tile(last.back(before), _Region(end - window + rest, 1, window - rest), causal=False)
     if rest > 1:
-        yield _Tile(_Region(end, 1, rest - 1), _Region(end - window + 1, 1, rest - 1), reversed=True)
+        rows = _Region(end, 1, rest - 1)
+        yield _Tile(rows.back(before), _Region(end - window + 1, 1, rest - 1), reversed=True)
 
 
 class WindowedAttention(torch.autograd.Function):
-    """Attention of q [B, N, S, D], k [B, G, S, D], v [B, G, S, V] to [B, N, S, V] in a window of w < S keys."""
+    """Attention of q [B, N, S, D], k [B, G, L, D], v [B, G, L, V] to [B, N, S, V] in a window of w keys.
+
+    w <= L < w + S.
+    """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, window: int, rows: Rows = None) -> Tensor:
@@ -108,11 +140,11 @@ class WindowedAttention(torch.autograd.Function):
         forward, wide = block_cpu if q.is_cpu else block_reference, at_least_fp32(q.dtype)
         out = q.new_empty((*q.shape[:3], v.shape[-1]), dtype=wide)
         lse = q.new_full((*q.shape[:3], 1), -torch.inf, dtype=wide)
-        for tile in _tiles(q.shape[2], window):
+        for tile in _tiles(k.shape[2], window, k.shape[2] - q.shape[2]):
             block = forward(*tile.inputs(q, k, v, window), causal=tile.causal)
             merged, sums = (tile.queries.of(x, window) for x in (out, lse))
             part, part_sums = (tile.back(x, tile.queries) for x in (block.out, block.lse.unsqueeze(-1)))
-            if tile.queries == tile.keys:
+            if tile.own:
                 merged.copy_(part)
                 sums.copy_(part_sums)
                 continue
@@ -128,12 +160,12 @@ class WindowedAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Return dq [B, N, S, D], dk [B, G, S, D] and dv [B, G, S, V], summed over tiles in max(fp32, dtype)."""
+        """Return dq [B, N, S, D], dk [B, G, L, D] and dv [B, G, L, V], summed over tiles in max(fp32, dtype)."""
         q, k, v, out, lse = ctx.saved_tensors
         backward, window = block_backward_cpu if q.is_cpu else block_backward_reference, ctx.window
         sums = [x.new_zeros(x.shape, dtype=lse.dtype) for x in (q, k, v)]
         upstream = grads[0] if grads[0].stride(-1) == 1 else grads[0].contiguous()  # the kernel takes no other features
-        for tile in _tiles(q.shape[2], window):
+        for tile in _tiles(k.shape[2], window, k.shape[2] - q.shape[2]):
             grad, own, rows = (tile.take(x, tile.queries, window) for x in (upstream, out, lse))
             block = AttentionBlock(own, rows.squeeze(-1))
             parts = backward(grad, *tile.inputs(q, k, v, window), block, causal=tile.causal)

@@ -46,6 +46,18 @@ def test_tiles_are_the_mask(length: int, window: int, sizes: tuple[int, int, int
         assert other == 0 or (got - masked(*inputs, other)).detach().abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("queries", [1, 2, 3, 4, 5, 11, 12, 15])
+@pytest.mark.parametrize("window", [1, 2, 4, 7, 15])
+def test_queries_may_be_the_last_positions(queries: int, window: int) -> None:
+    """Keys before the first query's window are not read, and their gradients are zero."""
+    q, k, v = heads(16, (4, 2, 8, 12), torch.float64)
+    own = q[:, :, 16 - queries :]
+    seen = causal_keys(queries, 16, q.device, before=16 - queries, window=window)
+    assert worst(attention_window(own, k, v, window=window), plain_attention(own, k, v, seen, 0.0), (q, k, v)) < 1e-13
+    dropped = attention_window(own, k, torch.eye(16, dtype=torch.float64).expand(2, 2, 16, 16), window=3, dropout=0.5)
+    assert (dropped[..., ~causal_keys(queries, 16, q.device, before=16 - queries, window=3)] == 0).all()
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
 def test_tiles_round_once(dtype: torch.dtype, tolerance: float) -> None:
     """Against fp64 of the same inputs: plain products of the dtype round their weights, too."""
