@@ -9,7 +9,8 @@ from math import prod
 from typing import Any, TypeVar
 
 from megapar.arguments import Config
-from megapar.core.context_parallel.positions import RING, ULYSSES
+from megapar.core.context_parallel.halo import rows_exchanged
+from megapar.core.context_parallel.positions import RING, ULYSSES, choose_layout
 from megapar.core.device.attention.table import LARGEST_GROUP
 from megapar.core.device.kinds import DeviceKind
 from megapar.core.optimizer.states import states_of
@@ -113,6 +114,7 @@ class PlannedRun:
             sequence_parallel=config.parallel.sequence_parallel,
             ulysses=config.parallel.context_parallel_algo == ULYSSES,
             ring=config.parallel.context_parallel_algo == RING,
+            window_rows=self._window_rows,
             selective_recompute=config.recompute.recompute_granularity == "selective",
             ampipe_degree=config.ampipe.ampipe_degree,
             overlaps_mp=self.hiding != OFF,
@@ -127,6 +129,23 @@ class PlannedRun:
             task_counts=cache(partial(task_counts, config)),
         )
         return self.assumed.rank_view(view)
+
+    @property
+    def _window_rows(self) -> int:
+        """The rows that ranks of cp exchange for a layer with a window; 0 if they exchange heads."""
+        parallel, ampipe, sizes = self.config.parallel, self.config.ampipe, self.sizes
+        if parallel.cp_degree == 1 or parallel.context_parallel_algo == ULYSSES:
+            return 0
+        layout = choose_layout(
+            parallel.context_parallel_algo,
+            parallel.cp_degree,
+            causal=sizes.causal,
+            length=sizes.seq_length,
+            slices=max(1, ampipe.ampipe_degree),
+            balanced=ampipe.ampipe_slicing == "balanced",
+            parts=parallel.mp_degree if parallel.sequence_parallel else 1,
+        )
+        return rows_exchanged(layout, max(sizes.windows, default=0), sizes.seq_length)
 
     @property
     def _in_triton(self) -> bool:

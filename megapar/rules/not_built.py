@@ -7,7 +7,7 @@ from typing import Any
 
 from megapar.model.decoder.windows import window_or_none
 from megapar.schema.flag import MOE
-from megapar.schema.rule import NOT_BUILT, Facts, Rule, Test
+from megapar.schema.rule import NOT_BUILT, Rule, Test
 
 
 def _ahead(name: str, what: str, failing: str) -> Rule:
@@ -24,11 +24,6 @@ def _ahead(name: str, what: str, failing: str) -> Rule:
         failing=failing,
         kind=NOT_BUILT,
     )
-
-
-def _hides_keys(f: Facts) -> bool:
-    """Return True if the window of a layer is shorter than a sequence."""
-    return bool(0 < window_or_none(f.window_size) < f.seq_length)
 
 
 _expert_row = partial(Rule, source="later version", passing="", kind=NOT_BUILT, models=MOE)
@@ -227,29 +222,6 @@ RULES: tuple[Rule, ...] = (
         message="--window-size has no form for --multi-latent-attention, and no published class has both",
         fix="Leave one of them out.",
         failing="--multi-latent-attention --window-size 4",
-    ),
-    _expert_row(
-        id="not-built-window-cp",
-        reads=("cp_degree", "window_size", "seq_length"),
-        when=_hides_keys,
-        requires=lambda f: f.cp_degree == 1,
-        message=(
-            "ranks of --cp-degree exchange the keys of whole sequences, of which a layer with --window-size needs a few"
-        ),
-        fix="Set --cp-degree 1, or choose a --window-size of at least --seq-length.",
-        failing="--world-size 2 --cp-degree 2 --window-size 4",
-    ),
-    _expert_row(
-        id="not-built-window-ampipe",
-        reads=("ampipe_degree", "use_pipe_experts", "window_size", "seq_length"),
-        when=_hides_keys,
-        requires=lambda f: f.ampipe_degree == 1 and not f.use_pipe_experts,
-        message=(
-            "slices of --ampipe-degree and --use-pipe-experts attend to all keys before them, and layers with "
-            "--window-size to a few"
-        ),
-        fix="Set --ampipe-degree 1 without --use-pipe-experts, or choose a --window-size of at least --seq-length.",
-        failing="--world-size 2 --ep-degree 2 --moe-model-type deepspeed_moe --ampipe-degree 2 --window-size 4",
     ),
     _ahead(
         "recompute_in_advance",

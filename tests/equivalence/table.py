@@ -626,6 +626,32 @@ SHARED_SLICES_ROWS: tuple[Row, ...] = (
     Row("moe", 4, (*_cp(2, "ring"), *TWO_STAGES, "--ampipe-degree", "2", *CROSS, *_every(1)), FOUR_LAYERS),
 )
 
+# A run has 10 positions (cp 2 in zig-zag) or 5, so that a window of 13 has keys of several ranks.
+SHARED_WINDOWS = ("--seq-length", "40", *ALTERNATING[2:])
+WIDE_WINDOWS = ("--seq-length", "40", "--window-size", "13", *FOUR_LAYERS, "--window-attn-skip-freq", "[1,0,1,1]")
+
+SHARED_WINDOW_SUITE: tuple[Row, ...] = (
+    Row("moe", 4, (*_cp(4, "ring"), *EP2), (*WIDE_WINDOWS, *BOUNDARIES), 2),
+    Row("moe", 2, (*_cp(2, "allgather"), *EP2, "--ampipe-degree", "2"), (*SHARED_WINDOWS, *DROPS), 2),
+)
+SHARED_WINDOW_ROWS: tuple[Row, ...] = (
+    *SHARED_WINDOW_SUITE,
+    *(Row("moe", 2, _cp(2, way), (*SHARED_WINDOWS, *BOUNDARIES), 2) for way in ALGORITHMS),
+    *(Row("moe", 4, _cp(4, way), (*WIDE_WINDOWS, *APART)) for way in ALGORITHMS),
+    Row("moe", 2, _cp(2, "allgather"), ALTERNATING, 2),  # 34 positions stay in order
+    Row("moe", 4, (*_cp(2, "ring"), *MP2, *SP, *_every(1)), (*SHARED_WINDOWS, *BOUNDARIES), 2),
+    Row("moe", 4, (*_cp(2, "ring"), "--pp-degree", "2", *ZERO_BUBBLE), SHARED_WINDOWS, accumulation=4),
+    Row("moe", 4, (*_cp(2, "allgather"), *_stages(2)[2]), (*SHARED_WINDOWS, *CLIPPED)),
+    Row("moe", 2, (*_cp(2, "ring"), *EP2, *SELECTIVE), (*WIDE_WINDOWS, *DROPS, "--mtp-depth", "1"), 2),
+    Row("gpt", 2, (*_cp(2, "ring"), "--no-use-flash-attn"), ("--seq-length", "40", "--window-size", "7"), 2),
+    sliced_row(3, (*CROSS, *BALANCED), SLICED_PLACES[0], (*SHARED_WINDOWS, *DROPS), 2, BOUNDARIES),
+    sliced_row(2, CROSS, SLICED_PLACES[3], (*SHARED_WINDOWS, *DROPS), 1, _every(1)),
+    sliced_row(0, _pipe(2), SLICED_PLACES[0], (*SHARED_WINDOWS, *DROPS), 2),
+    *(shared_slices_row(way, 2, ONLY_CP, CROSS, (*SHARED_WINDOWS, *DROPS), 2, BOUNDARIES) for way in ALGORITHMS),
+    shared_slices_row("ring", 2, CP_SP, (*HIDDEN_MP, *CROSS), (*WIDE_WINDOWS, *DROPS), 1, _every(1)),
+    shared_slices_row("allgather", 2, CP4, BALANCED, (*WIDE_WINDOWS, *DROPS), 2),
+)
+
 NO_QUERY_RANK = ("--q-lora-rank", "none")
 NOAUX_TC = (*ROUTED, *UNTIED)  # sigmoid scores, groups of experts and a correction bias
 

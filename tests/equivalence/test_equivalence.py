@@ -35,6 +35,8 @@ from tests.equivalence.table import (
     QK_CLIP_ROWS,
     QK_CLIP_SUITE,
     ROWS,
+    SHARED_WINDOW_ROWS,
+    SHARED_WINDOW_SUITE,
     SPELLED_ROWS,
     SPELLED_SUITE,
     WEIGHTED_ROWS,
@@ -134,12 +136,14 @@ NAMED_ROWS = [
     *_marked(SPELLED_ROWS, SPELLED_SUITE),
     *_marked(MUON_ROWS, MUON_SUITE),
     *_marked(WINDOW_ROWS, WINDOW_SUITE),
+    *_marked(SHARED_WINDOW_ROWS, SHARED_WINDOW_SUITE),
     *_marked(FP8_ROWS, FP8_SUITE),
     *_marked(QK_CLIP_ROWS, QK_CLIP_SUITE),
 ]
 NAMED_STREAMED_ROWS = [
     *_marked([row for row in ALL_LATENT_ROWS if row.on_streams], LATENT_SUITE[3:4]),
     *_marked([row for row in FP8_ROWS if row.on_streams], FP8_SUITE[2:]),
+    *_marked([row for row in SHARED_WINDOW_ROWS if row.on_streams], SHARED_WINDOW_SUITE[1:]),
     *_marked(NODE_ROWS, NODE_SUITE[:1]),
     *_marked(MOVED_ROWS, MOVED_SUITE),
     *_marked(MUON_ROWS, MUON_SUITE[:1]),

@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 from megapar.core.grid import Grid
 from megapar.model.decoder.layer_pattern import layers_of, to_pattern, to_text
-from megapar.model.decoder.windows import window_or_none
 from megapar.schema.rule import divisors
 from tests.fuzz.option import Condition, Drawn
 from tests.fuzz.texts import BYTES, HELD_OUT, LONG, PIECES, SHORT, SMALLEST_VOCABULARY
@@ -313,12 +312,8 @@ def windows(d: Drawn) -> list[str | None]:
     """Windows of which a sequence has several, one that hides one key of the last position, one that hides none."""
     if d.multi_latent_attention:
         return [None]
-    hiding = [str(max(1, d.seq_length // 8)), f"{d.seq_length - 2},0"] if d.cp_degree == 1 and d.seq_length > 1 else []
+    hiding = [str(max(1, d.seq_length // 8)), f"{d.seq_length - 2},0"] if d.seq_length > 1 else []
     return [None, None, None, *hiding, str(longest(d))]
-
-
-def hides_keys(d: Drawn) -> bool:
-    return bool(0 < window_or_none(d.window_size) < longest(d))
 
 
 def windowed(d: Drawn) -> list[str | None]:
@@ -431,7 +426,6 @@ def can_slice(d: Drawn) -> bool:
         and not d.adaptive_recompute_device_size
         and d.ep_degree > 1
         and bool(d.use_flash_attn)
-        and not hides_keys(d)
     )
 
 
@@ -451,8 +445,7 @@ def capacity_scopes(d: Drawn) -> list[str | None]:
 
 
 def can_pipe(d: Drawn) -> bool:
-    split = d.ep_degree > 1 or emp(d) > 1
-    return drops(d) and split and (cp(d) == 1 or sliced(d)) and not hides_keys(d)
+    return drops(d) and (d.ep_degree > 1 or emp(d) > 1) and (cp(d) == 1 or sliced(d))
 
 
 def piece_counts(d: Drawn) -> list[int | None]:

@@ -49,6 +49,7 @@ TWO_BYTES = ("--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16")
 NARROW = (*GRADIENTS, *REMAINDERS, *TWO_BYTES)
 PAIRS = ("--num-layers", "6", "--segment-anchors", "layers.2", "layers.4")
 OVERLAP, CROSS = (*AMPIPE, "--ampipe-tp-sp-comm-overlap"), ("--ampipe-cross-layer",)
+WINDOW = ("--window-size", "1024")
 PIECES = ("--use-pipe-experts", "--pipe-experts-multi-data", "2")
 ONE_LAYER, TWO_LAYERS, TWO_BATCHES = ("--num-layers", "1"), ("--num-layers", "2"), ("--gradient-merge-acc-step", "2")
 
@@ -99,6 +100,11 @@ ROWS: dict[str, tuple[int, int, int, tuple[str, ...]]] = {
     "dense 32k, ulysses": (32, 2, 0, (*DENSE, *_algorithm("ulysses"))),
     "dense 32k, ulysses, full": (32, 2, 0, (*DENSE, *_algorithm("ulysses"), *FULL)),
     "dense 32k, gathered, full": (32, 2, 0, (*DENSE, *_algorithm("allgather"), *FULL)),
+    "dense 32k, window": (32, 1, 0, (*DENSE, *WINDOW)),
+    "dense 32k, ring, window": (32, 2, 0, (*DENSE, *_algorithm("megatron"), *WINDOW)),
+    "dense 32k, ring, window, full": (32, 2, 1, (*DENSE, *_algorithm("megatron"), *WINDOW, *FULL)),
+    "dense 32k, ring, window, selective": (32, 2, 0, (*DENSE, *_algorithm("megatron"), *WINDOW, *SELECTIVE)),
+    "experts 32k, gathered, slices, window": (32, 2, 0, (*ROUTED, *EP, *_algorithm("allgather"), *AMPIPE, *WINDOW)),
     "dense 32k, stage 3, full": (32, 4, 0, (*DENSE, "--sharding-stage", "3", *FULL)),
     "one wide layer 1k, stage 3": (1, 4, 0, (*DENSE, *WIDE, *STAGE_THREE, *ONE_LAYER)),
     "dense 1k, stage 3, one segment": (1, 8, 3, (*DENSE, *STAGE_THREE, *ONE_SEGMENT)),

@@ -250,6 +250,27 @@ def test_up_projections_made_again_are_told_apart_from_model_flops(capsys: pytes
     assert sent == pytest.approx((512 + 64) / (16 * (128 + 64 + 128)))
 
 
+def test_ranks_of_cp_send_the_keys_before_their_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    """As docs/context.md has it, for one layer and one sequence; Ulysses sends the same with a window and without."""
+    line = ("--config", str(CONFIGS / "llama-3-8b.yaml"), "--world-size", "4", "--cp-degree", "4", "--num-layers", "1")
+    line = ("--config", str(CONFIGS / "llama-3-8b.yaml"), "--num-layers", "1", "--max-position-embeddings", "65536")
+    line += ("--world-size", "4", "--cp-degree", "4", "--mp-degree", "1", "--no-sequence-parallel")
+    page = (CONFIGS.parent / "docs" / "context.md").read_text(encoding="utf-8")
+
+    def sent(way: str, length: int, window: str) -> dict[str, float]:
+        flags = ("--context-parallel-algo", f"{way}_cp_algo", "--seq-length", str(length), "--window-size", window)
+        flags += ("--global-batch-size", "1")
+        found = plan(capsys, *line, *flags)["traffic_bytes"]
+        return {name.removeprefix("cp/"): found[name]["sent"] / 2**20 for name in found if name.startswith("cp/")}
+
+    for length in (4096, 16384, 65536):
+        full, wide, narrow = (sent("megatron", length, window) for window in ("none", "4096", "128"))
+        assert sent("allgather", length, "128") == narrow
+        cells = [f"{full['send']:.0f}", f"{wide['all_to_all']:.0f}" if length > 4096 else "hides nothing"]
+        assert f"| {length:,} | {' | '.join(cells)} | {narrow['all_to_all']:.1f} |" in page
+        assert sent("ulysses", length, "128") == sent("ulysses", length, "none")
+
+
 def _over_cp(exchange: str) -> tuple[str, ...]:
     return "--cp-degree", "2", "--mla-cp-exchange", exchange
 

@@ -9,10 +9,12 @@ from megapar.core.comm.axis import Axis
 from megapar.core.comm.in_flight import CommContext
 from megapar.core.context_parallel.blockwise import TilePlan, Transport
 from megapar.core.context_parallel.gathered import Gathered, gathered_plan
+from megapar.core.context_parallel.halo import Halo, halos_of
 from megapar.core.context_parallel.positions import RING, ULYSSES, SequenceLayout
 from megapar.core.context_parallel.ring import Ring, ring_plan
 from megapar.core.context_parallel.share import Share
 from megapar.core.context_parallel.slices import GatheredSlices, RingSlices, SlicePlan, SliceTransport, slice_plans
+from megapar.core.context_parallel.window_keys import WindowKeys
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,11 @@ class ContextParallel:
         """The transport used when attention runs slice by slice."""
         return (RingSlices if self.algorithm == RING else GatheredSlices)(self.axis, self.comm)
 
+    @property
+    def window_keys(self) -> WindowKeys:
+        """The transport of keys and values to the rows that see them in a window."""
+        return WindowKeys(self.axis, self.comm)
+
     def share(self, mp: Axis, *, sequence_parallel: bool) -> Share:
         """Return the ranks that share the positions of a micro-batch."""
         return Share.of(self.axis, self.layout, mp, sequence_parallel=sequence_parallel)
@@ -82,6 +89,15 @@ class ContextParallel:
             raise ValueError("slices attend to earlier slices only: pass a causal mask")
         ring = self.algorithm == RING
         return slice_plans(self.layout, self.axis.rank, mask, ring=ring, most=self._most(mask))
+
+    def halos(self, mask: AttentionMask) -> tuple[Halo, ...]:
+        """Return what layers with the window of ``mask`` exchange, once or in each slice of ``layout``.
+
+        Empty without a window, or if attention sees whole sequences or slices.
+        """
+        if not self.active or self.deals_heads or mask.window is None:
+            return ()
+        return halos_of(self.layout, self.axis.rank, mask)
 
     def _most(self, mask: AttentionMask) -> int | None:
         """Return the most columns of a tile that latents are expanded for at a time; None without latents."""

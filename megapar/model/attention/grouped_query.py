@@ -105,7 +105,7 @@ def _heads(view: RankView, shape: AttentionShape) -> _Heads:
     qkv, out = (width / view.mp for width in widths(shape.sizes))
     kept = e * t * qkv
     # Shared slices keep queries, and in the core the keys and values of all ranks. Ulysses keeps what it has received.
-    shares = view.attends_blockwise and view.ampipe_degree > 1
+    shares = view.attends_blockwise and view.ampipe_degree > 1 and not shape.windowed
     if shares:
         kept = e * t * N * D
     if shape.rotary:
@@ -176,12 +176,13 @@ def _core(operators: Operators, shape: AttentionShape, heads: _Heads) -> OpCost:
         core += 2 * e * joined * N * D + e * later * length * (length + memory)
     if (shape.sizes.dropout and view.kernels == "cpu") or not shape.sizes.flash:
         core += _scores_kept(view, shape, heads, length + memory)
-    kept = e * t * heads.out if view.selective_recompute and not view.attends_blockwise else core
-    if view.attends_blockwise:
+    blockwise = view.attends_blockwise and not shape.windowed
+    kept = e * t * heads.out if view.selective_recompute and not blockwise else core
+    if blockwise:
         kept += e * t * heads.out  # its output head by head, beside that of each position for the projection
     again = max(0.0, core - kept)
     transient = e * t * (heads.qkv + heads.out) + again + operators.hidden_bytes
-    if view.attends_blockwise:  # sums in fp32; keys, values and their gradients of two ranks (ring) or all ranks
+    if blockwise:  # sums in fp32; keys, values and their gradients of two ranks (ring) or all ranks
         w, columns = view.wide_bytes, 2 * t * G * D
         if view.ring:
             transient += w * t * heads.out + 2 * columns * (e + w)
@@ -191,12 +192,18 @@ def _core(operators: Operators, shape: AttentionShape, heads: _Heads) -> OpCost:
             transient = w * t * heads.out + inside + operators.hidden_bytes
         if view.ampipe_degree > 1:
             kept += 2 * e * view.cp * t * G * D  # later slices need the keys and values of all ranks
-    elif view.cp > 1:
+    elif view.cp > 1 and view.ulysses:
         kept += e * t * heads.out  # the core's output before and after the all-to-all
-    elif shape.masks[-1].window is not None and view.kernels == "cpu" and shape.sizes.flash:
+    elif view.cp > 1:  # in a window: the keys and values that this rank's rows see, joined, and their gradients
+        seen = 2 * (t + view.samples * view.window_rows) * G * D
+        kept += e * seen + (e * t * heads.out if view.ampipe_degree <= 1 else 0.0)  # of several runs, joined
+        transient += (e + view.wide_bytes) * seen
+    if shape.windowed and view.kernels == "cpu" and shape.sizes.flash:
         # Tiles: sums of gradients in fp32, and of a tile its reversed inputs, output and gradients.
         transient += t * D * (view.wide_bytes * (N + 2 * G) + e * (4 * N + 4 * G))
     sent = operators.communication.context(2 * t * N * D, 2 * t * G * D, G)
+    if shape.windowed and view.attends_blockwise:
+        sent = operators.communication.context_in_window(2 * G * D)
     scores, moved = 2.0 * t * (2 * N * D) * shape.mean_keys, core + heads.read
     return OpCost("core", kept, scores=scores, moved=moved, sent=sent, transient=transient)
 

@@ -32,6 +32,11 @@ class AttentionShape:
     rotary: bool = False
 
     @property
+    def windowed(self) -> bool:
+        """True if positions attend to a window of keys."""
+        return self.masks[-1].window is not None
+
+    @property
     def mean_keys(self) -> float:
         """Keys per position whose scores are computed, over all segments."""
         return sum(mask.mean_keys for mask in self.masks) / len(self.masks)

@@ -30,11 +30,13 @@ from torch import Tensor, nn
 
 from megapar.core.context_parallel.blockwise import attend_blockwise
 from megapar.core.context_parallel.columns import Expansion
+from megapar.core.context_parallel.halo import Halo
 from megapar.core.context_parallel.heads import to_heads, to_positions
 from megapar.core.context_parallel.method import ContextParallel
 from megapar.core.device.attention.documents import packed_attention_reference
 from megapar.core.device.attention.mask import DeviceMask
 from megapar.core.device.attention.row_statistic import Rows
+from megapar.core.device.attention.slices import packed_attention_slice_reference
 from megapar.core.device.attention.table import DOCUMENTS, WINDOW
 from megapar.core.device.attention.whole import attention_reference
 from megapar.core.device.compiled import counted
@@ -168,9 +170,11 @@ class SelfAttention(nn.Module, ABC):
         if self.cp.deals_heads:
             q, k, v, *dealt = self.to_heads(q, k, v)
             more = dealt or more
-        remade = self.remade(context, lambda: more)
+        remade, halos = self.remade(context, lambda: more), self.halos(context)
+        if halos:
+            k, v = self.cp.window_keys.fetch(k, v, halos[0])
         # Blocks of keys from other ranks are never kept, and recomputation would send them again.
-        selective = self.selective and context.plan is None
+        selective = self.selective and (context.plan is None or bool(halos))
         attend = partial(self._attend, context=context, rows=self.rows(context))
         y = consume(attend, q, (k, v), remade, selective=selective)
         return self.to_positions(y) if self.cp.deals_heads else y
@@ -200,23 +204,21 @@ class SelfAttention(nn.Module, ABC):
             yield dropout
 
     def mask_of(self, context: Context) -> DeviceMask:
-        """Return the mask of this layer: that of the context, in the layer's window.
+        """Return the mask of this layer: that of the context, in the layer's window."""
+        return context.mask.within(self.sizes.window)
 
-        Raises NotImplementedError for a window of slices, or of keys from other cp ranks, which have no form.
-        """
-        mask = context.mask.within(self.sizes.window)
-        if mask is not context.mask and (context.plan is not None or context.slices):
-            raise NotImplementedError(
-                f"slices and blocks of keys from other ranks have no window; this layer has one of {self.sizes.window}"
-            )
-        return mask
+    def halos(self, context: Context) -> tuple[Halo, ...]:
+        """Return what cp ranks exchange for this layer's window; empty if it hides nothing, or keys of all come."""
+        return context.halos if self.mask_of(context) is not context.mask else ()
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: Context, rows: Rows) -> Tensor:
         """Run the core on this rank's heads or blocks, to [B, S, N, V]. Shapes as in ``core``."""
         flash, mask = self.sizes.flash, self.mask_of(context)
         heads = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
         with self.drawing(context, self.place, q.device) as dropout:
-            if context.plan is not None:
+            if halos := self.halos(context):
+                y = self._attend_runs(*heads, mask, halos[0], dropout, rows)
+            elif context.plan is not None:
                 y = attend_blockwise(
                     *(*heads, self.cp.transport, context.plan),
                     flash=flash,
@@ -229,6 +231,19 @@ class SelfAttention(nn.Module, ABC):
             else:
                 y = self.run(attend, q, k, v, mask.valid, mask.form, self.operator if flash else None)
         return y.transpose(1, 2)
+
+    def _attend_runs(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: DeviceMask, halo: Halo, dropout: float, rows: Rows
+    ) -> Tensor:
+        """Attend from each run of this rank's rows to the keys that it sees; [B, heads, any, any], as ``attend``."""
+        packed = op("packed_attention_slice", q) if self.sizes.flash else packed_attention_slice_reference
+        parts: list[Tensor] = []
+        for run, own, keys in zip(halo.runs, halo.queries, halo.rows, strict=True):
+            cut = mask.cut(slice(run.start, run.stop), q.device)
+            seen = None if rows is None else rows.at(slice(None), own)
+            heads = (q[:, :, own], k[:, :, keys], v[:, :, keys])
+            parts.append(packed(*heads, documents=cut, dropout=dropout, rows=seen))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
     def attend(
         self,

@@ -18,7 +18,7 @@ from megapar.core.comm.axis import Axis
 from megapar.core.context_parallel.slices import SharedSlices
 from megapar.core.device.attention.row_statistic import Rows
 from megapar.core.device.attention.slices import attention_slice_reference, packed_attention_slice_reference
-from megapar.core.device.attention.table import DOCUMENTS
+from megapar.core.device.attention.table import DOCUMENTS, WINDOW
 from megapar.core.device.base import Indices
 from megapar.core.device.dtypes import at_least_fp32
 from megapar.core.device.ops import op
@@ -37,7 +37,8 @@ class CausalSlices:
 
     If the whole input is available, ``prepare`` makes the heads of all slices by one product; otherwise each slice
     makes its own. Context parallel ranks exchange the keys of their parts of a slice
-    (``core.context_parallel.slices``), or each holds whole slices of some heads.
+    (``core.context_parallel.slices``), in a window those that are seen (``core.context_parallel.window_keys``), or each
+    holds whole slices of some heads.
 
     Attributes:
         hides: The all-gathers over mp are in flight from ``enter`` to ``project``, and the sums over mp from ``leave``
@@ -59,7 +60,8 @@ class CausalSlices:
         self._latents: list[Sequence[Tensor]] = []
         self._remade: Rematerialized | None = None
         self._shared: SharedSlices | None = None
-        if context.slice_plans is not None:
+        self._halos = attention.halos(context)
+        if context.slice_plans is not None and not self._halos:
             cp, plans = attention.cp, context.slice_plans
             # The backward reads the columns of the object of the forward, so the recomputation fills the same one.
             self._shared = once(
@@ -106,8 +108,11 @@ class CausalSlices:
             self._remade = attention.remade(context, self._joined_latents)
         if dealt or not self.prepared:
             self._latents.append(dealt or more)
-        place, total = context.whole_slices[number], context.whole_slices[-1].stop
+        places = context.slices if self._halos else context.whole_slices
+        place, total = places[number], places[-1].stop
         columns = (self._keys.add(k, place, total), self._values.add(v, place, total))
+        if self._halos:
+            columns = attention.cp.window_keys.fetch(*columns, self._halos[number])
         attend = partial(self._attend, number=number, rows=attention.rows(context, place))
         y = consume(attend, q, columns, self._remade, selective=attention.selective)
         if attention.cp.deals_heads:
@@ -132,18 +137,30 @@ class CausalSlices:
         return [x[0] if len(x) == 1 else torch.cat(x, dim=1) for x in zip(*self._latents, strict=True)]
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, number: int, rows: Rows) -> Tensor:
-        """Return [B, s, N, V] for q [B, s, N, D], k [B, end of the slice, G, D], v [B, end of the slice, G, V]."""
-        context, flash = self._context, self._attention.sizes.flash
+        """Return [B, s, N, V] for q [B, s, N, D], k [B, end of the slice, G, D], v [B, end of the slice, G, V].
+
+        With keys in a window from other cp ranks, k and v are those that the slice sees.
+        """
+        flash = self._attention.sizes.flash
         heads = tuple(x.transpose(1, 2) for x in (q, k, v))
         with self._drawing(q, number) as dropout:
-            if self._mask.form == DOCUMENTS:
+            if self._mask.form in (DOCUMENTS, WINDOW):
                 packed = op("packed_attention_slice", q) if flash else packed_attention_slice_reference
-                cut = self._mask.cut(context.whole_slices[number])
+                cut = self._mask.cut(self._place(number), q.device)
+                unseen = 0 if self._halos else cut.first_key
+                heads = (heads[0], *(x[:, :, unseen:] for x in heads[1:]))
                 y = packed(*heads, documents=cut, dropout=dropout, rows=rows)
             else:
                 form = op("attention_slice", q) if flash else attention_slice_reference
                 y = form(*heads, dropout=dropout, rows=rows)
         return y.transpose(1, 2)
+
+    def _place(self, number: int) -> slice:
+        """Return the positions of the queries of slice ``number`` in the sequence."""
+        if not self._halos:
+            return self._context.whole_slices[number]
+        (run,) = self._halos[number].runs
+        return slice(run.start, run.stop)
 
     def _attend_shared(self, shared: SharedSlices, q: Tensor, k: Tensor, v: Tensor, number: int) -> Tensor:
         """Return [B, s, N, V] for q [B, s, N, D], k [B, s, G, D], v [B, s, G, V]."""

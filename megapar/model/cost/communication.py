@@ -71,6 +71,15 @@ class Communication:
             self._over_cp("reduce_scatter", cp * columns * w, "backward", hidden=True),
         )
 
+    def context_in_window(self, features: float) -> tuple[CommCost, ...]:
+        """Return the communication over cp of attention in a window, which needs the keys before a rank's rows only.
+
+        features: Elements of a key and its value on this rank.
+        """
+        view = self._view
+        sent = view.item_bytes * view.samples * view.window_rows * features
+        return tuple(CommCost("cp", "all_to_all", sent, phase) for phase in ("forward", "backward"))
+
     def context_by_heads(self, queries: float, latents: float) -> tuple[CommCost, ...]:
         """Return the communication over cp of attention by heads whose keys and values are made of latents.
 

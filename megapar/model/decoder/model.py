@@ -385,6 +385,7 @@ class Decoder(nn.Module):
         ranks, ends = self.cp.axis.size, None if places is None else places.tolist()
         mask = AttentionMask.of(samples, length * ranks, causal=True, ends=ends)
         plan, plans = (None, self.cp.slice_plans(mask)) if self.slicing.active else (self.cp.plan(mask), None)
+        halos = self.cp.halos(mask.within(sizes.window_size))
         # Tiles need no tensors. Padding is after the text, which does not attend to it.
         shared = plan is not None or plans is not None
         device_mask = DeviceMask(mask) if shared else DeviceMask.of(mask, batch["tokens"].device, places)
@@ -392,7 +393,7 @@ class Decoder(nn.Module):
         if valid is not None and self.cp.deals_heads:
             text = self._text(batch, length * ranks)
         if not self.slicing.active:
-            return Context(device_mask, own_valid, valid_tokens, angles, plan=plan, text=text)
+            return Context(device_mask, own_valid, valid_tokens, angles, plan=plan, halos=halos, text=text)
         parts = self.mp.size if self.sequence_parallel else 1
         slices = self.slicing.cut(length, parts)
         return Context(
@@ -405,6 +406,7 @@ class Decoder(nn.Module):
             own_slices=tuple(slice(s.start // parts, s.stop // parts) for s in slices),
             whole_slices=tuple(slice(s.start * ranks, s.stop * ranks) for s in slices),
             slice_plans=plans,
+            halos=halos,
             text=text,
         )
 

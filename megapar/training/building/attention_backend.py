@@ -40,6 +40,14 @@ def skips_padding(config: Config) -> bool:
 
 def forms_of(config: Config) -> tuple[str, ...]:
     """Return the forms of attention that the layers of a run call."""
+    windowed = _windowed(config.model)
+    if windowed == len(config.model.windows):
+        return (table.WINDOW,)
+    return (*_without_window(config), *((table.WINDOW,) if windowed else ()))
+
+
+def _without_window(config: Config) -> tuple[str, ...]:
+    """Return the forms of the layers that see all keys."""
     parallel, degree = config.parallel, config.ampipe.ampipe_degree
     if parallel.cp_degree > 1 and parallel.context_parallel_algo != ULYSSES:
         return (table.BLOCKS,)
@@ -47,9 +55,6 @@ def forms_of(config: Config) -> tuple[str, ...]:
         return (table.FULL, table.MASKED, table.CAUSAL)
     if not config.model.causal:
         return (table.DOCUMENTS, table.FULL) if skips_padding(config) else (table.MASKED, table.FULL)
-    if windowed := _windowed(config.model):
-        whole = table.DOCUMENTS if config.data.reset_attention_mask else table.CAUSAL
-        return (table.WINDOW,) if windowed == len(config.model.windows) else (whole, table.WINDOW)
     if config.data.reset_attention_mask:
         return (table.DOCUMENTS,)
     if degree == 1:

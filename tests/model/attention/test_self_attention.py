@@ -123,13 +123,18 @@ def test_a_window(window, packed, selective):
     assert attention.mask_of(context) is attention.mask_of(context)
 
 
-def test_a_window_is_in_the_masks_of_slices_and_blocks_or_refused():
-    _, angles = inputs()
-    attention, place = single(replace(DENSE.attention, window=5)), (slice(0, 8), slice(8, LENGTH))
-    plan = ContextParallel(Axis("cp", 2, 0, None, (0, 1))).plan(AttentionMask(2, LENGTH, causal=True))
-    for more in ({"slices": place, "own_slices": place, "whole_slices": place}, {"plan": plan}):
-        with pytest.raises(NotImplementedError, match="this layer has one of 5"):
-            attention.mask_of(causal_context(angles, **more))
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("prepared", [False, True])
+@pytest.mark.parametrize("window", [1, 4, 9, 15])
+def test_slices_in_a_window(window, prepared, packed):
+    """A window within a slice, one that begins in the slice before it, and in the one before that."""
+    x, angles = inputs()
+    attention, slices = single(replace(DENSE.attention, window=window)), Slicing(3).cut(LENGTH)
+    cuts = {"slices": slices, "own_slices": slices, "whole_slices": slices}
+    seen = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril().triu(1 - window)[None, None]
+    want = plainly(attention, x, angles, seen & documents_seen() if packed else seen)
+    context = causal_context(angles, packed=packed, **cuts)
+    close(sliced(attention, x, context, prepared=prepared), want, (x, *attention.parameters()))
 
 
 @pytest.mark.parametrize("packed", [False, True])
