@@ -26,6 +26,7 @@ class AttentionSizes:
         dropout: Dropout probability of the attention weights.
         flash: Use the device's fused kernels if it has them; False: plain products.
         window: The most keys that a position attends to, itself included; 0 for any number.
+        sinks: Each query head has a trained score that joins the softmax of its rows, and has no value.
     """
 
     kind: str
@@ -45,6 +46,7 @@ class AttentionSizes:
     dropout: float
     flash: bool
     window: int = field(default=0, kw_only=True)
+    sinks: bool = field(default=False, kw_only=True)
 
     @property
     def num_heads(self) -> int:

@@ -12,7 +12,8 @@ from megapar.schema import role as roles
 from megapar.schema.flag import flag
 from megapar.schema.legal_values import MAX_LAYERS
 
-ACTIVATIONS = ("swiglu", "gelu")
+ACTIVATIONS = ("swiglu", "gelu", "clamped_swiglu")
+GATED = ("swiglu", "clamped_swiglu")
 NO_LOSS = -100
 """The label of a position that does not contribute to any loss."""
 
@@ -38,7 +39,7 @@ class ModelSizes(ABC):
         "intermediate features of the dense MLP",
         unit="features",
         low=1,
-        derived="4 x hidden-size; with swiglu 2/3 of it, rounded down to a multiple of 64",
+        derived="4 x hidden-size; with a gate 2/3 of it, rounded down to a multiple of 64",
         other=24,
     )
     seq_length: int = flag(256, "tokens of a sample", unit="tokens", low=1, ernie=128, other=8, value=MISSING)

@@ -103,7 +103,9 @@ class _ExpertLayer:
         # Kept: x in fp32, probabilities and logits, chosen weights. With fp32 the shared experts keep the same x.
         router = w * s * H + 2 * w * s * E + (INDEX_BYTES + 3 * w) * s * k + 3 * w * s
         moved, transient = 2 * w * s * H + 4 * w * s * E, 2 * w * s * H
-        if view.fused_router:  # x as it is, and logits; of these three parts are written, and bf16 parts of gradients
+        if (
+            view.fused_router and not moe.linear_bias
+        ):  # x as it is, and logits; of these three parts are written, and bf16 parts of gradients
             router = e * s * H + w * s * E + (INDEX_BYTES + 2 * w) * s * k + 2 * w * s
             moved, transient = e * s * H + 8 * w * s * E, e * s * H + 12 * s * E
         travels = view.ep > 1 or inside != rows
@@ -142,7 +144,8 @@ class _ExpertLayer:
         e, H = view.item_bytes, moe.hidden_size
         F, local = moe.ffn_hidden_size / view.emp, max(1, moe.num_experts // view.ep)
         columns = F * (2 if moe.gated else 1)
-        fused = moe.gated and view.fuses  # activation and weights are one kernel, which keeps its inputs
+        # Activation and weights are one kernel, which keeps its inputs, or are computed again.
+        fused = moe.clamped or (moe.gated and view.fuses)
         activated = (e * inside * F if moe.gated and not fused else 0.0) + view.stored_bytes(inside * F)
         # Whole experts multiply their activation by the gate weights, others their summed outputs.
         experts_weigh = view.emp == 1

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from megapar.core.comm.in_flight import CommContext
 from megapar.core.device.compiled import counted, plain
 from megapar.core.device.grouped import input_gradient_by_size, linear_by_size, row_ends, weight_gradient_by_size
-from megapar.core.device.layer_ops import in_one_kernel
+from megapar.core.device.layer_ops import clamped_swiglu, in_one_kernel
 from megapar.core.device.ops import op
 from megapar.core.recompute.replay import Replay, once
 from megapar.core.recompute.selective import without_output
@@ -37,7 +37,7 @@ class Experts(nn.Module):
     """rows [R, H] -> up [R, F] -> rows [R, H], each row through its own expert. Parameters are uninitialized.
 
     Ledger (this rank):
-        gate_up [E, 2, F, H] (swiglu: gate at 0, up at 1) or up [E, F, H] (gelu)
+        gate_up [E, 2, F, H] (gate at 0, up at 1) or up [E, F, H] (gelu)
         down [E, H, F]; with ``add_bias``: gate_up_bias [E, 2, F] or up_bias [E, F], down_bias [E, H]
         forward   grouped product, activation, grouped product; no collective
         dgrad     grouped products with the weights in their layout; no collective
@@ -59,6 +59,7 @@ class Experts(nn.Module):
         num_experts: int,
         *,
         gated: bool,
+        clamped: bool = False,
         add_bias: bool,
         adds_down_bias: bool = True,
         dtype: torch.dtype,
@@ -66,7 +67,7 @@ class Experts(nn.Module):
         execution: Execution = DEFAULT,
     ) -> None:
         super().__init__()
-        self.gated = gated
+        self.gated, self.clamped = gated, clamped
         self.has_bias = add_bias
         self.adds_down_bias = adds_down_bias
         self.run, self.selective = execution.run, execution.selective
@@ -208,6 +209,8 @@ class Experts(nn.Module):
 
     def _activate(self, hidden: Tensor, weights_R: Tensor | None) -> Tensor:
         # The weights are a column: a vector's length would be compiled as its number of features.
+        if self.clamped:
+            return self.run(activate_clamped, hidden, None if weights_R is None else weights_R[:, None])
         run = plain if self.gated and self.run is not plain and in_one_kernel(hidden) else self.run
         return run(activate, hidden, self.gated, None if weights_R is None else weights_R[:, None])
 
@@ -222,6 +225,12 @@ def activate(hidden: Tensor, gated: bool, weights_R1: Tensor | None = None) -> T
         return op("swiglu", hidden)(hidden.unflatten(1, (2, -1)), weights_R1)
     activated = F.gelu(hidden)
     return activated if weights_R1 is None else activated * weights_R1.to(activated.dtype)
+
+
+@counted(1, 1)
+def activate_clamped(hidden: Tensor, weights_R1: Tensor | None = None) -> Tensor:
+    """Apply the clamped swiglu as ``activate`` does."""
+    return clamped_swiglu(hidden.unflatten(1, (2, -1)), weights_R1)
 
 
 def _identity(x: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ class MoeLayer(nn.Module):
     """x [B, S, H] -> y [B, S, H], and the routing statistics.
 
     Ledger (this rank):
-        router.weight [E, H]; experts.* [E/ep, .., F/emp, ..] as in ``Experts``; shared.* as the module passed in
+        router.* as in ``Router``; experts.* [E/ep, .., F/emp, ..] as in ``Experts``; shared.* as the module passed in
         forward   x [T, H] -> router -> rows [R, H] sorted by expert -> experts -> times gate weight
                   -> y [T, H] (+ shared(x)); the collectives over ep and emp are drawn in ``token_dispatcher``
         dgrad     the same path in reverse, with the same splits
@@ -113,6 +113,7 @@ class MoeLayer(nn.Module):
             piece_shape((sizes.ffn_hidden_size,), 0, emp)[0],
             piece_shape((sizes.num_experts,), 0, ep)[0],
             gated=sizes.gated,
+            clamped=sizes.clamped,
             add_bias=sizes.add_bias,
             adds_down_bias=emp.rank == 0,
             dtype=dtype,

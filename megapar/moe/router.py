@@ -47,11 +47,13 @@ class Router(nn.Module):
 
     Attributes:
         weight: [E, H], whole on every rank, in max(fp32, dtype) whatever the compute dtype.
+        bias: [E], added to the logits, in the same dtype; None for none.
         correction_bias: [E], a buffer in the same dtype; added to the scores for the choice of experts, but not for
             the gate weights (arXiv 2408.15664).
     """
 
     weight: nn.Parameter
+    bias: nn.Parameter | None
     correction_bias: Tensor
 
     def __init__(
@@ -69,6 +71,8 @@ class Router(nn.Module):
         self.run, self.top = run, TopExperts(sizes, run)
         exact = at_least_fp32(dtype)
         self.weight = nn.Parameter(torch.empty(sizes.num_experts, sizes.hidden_size, dtype=exact, device=device))
+        bias = nn.Parameter(torch.empty(sizes.num_experts, dtype=exact, device=device)) if sizes.linear_bias else None
+        self.register_parameter("bias", bias)
         self.register_buffer("correction_bias", torch.zeros(sizes.num_experts, dtype=exact, device=device))
 
     def forward(self, x_TH: Tensor, valid_T: Tensor | None = None, samples: int = 1) -> Routing:
@@ -93,6 +97,11 @@ class Router(nn.Module):
         # Computed in the forward: afterwards FSDP may have resharded the weight.
         orthogonal = self.orthogonal_loss() if sizes.orthogonal else None
         return Routing(routed.scores, routed.experts, sums, orthogonal, routed.weights, routed.passed)
+
+    @property
+    def logit_bias(self) -> Tensor | None:
+        """The bias for one use."""
+        return None if self.bias is None else local(self.bias)
 
     @property
     def is_observed(self) -> bool:

@@ -7,7 +7,7 @@ from fractions import Fraction
 from functools import cached_property
 from typing import ClassVar
 
-from megapar.model.sizes import ACTIVATIONS, check_choices, require_choice
+from megapar.model.sizes import ACTIVATIONS, GATED, check_choices, require_choice
 from megapar.schema import role as roles
 from megapar.schema.flag import SWITCH, flag, follows
 
@@ -142,6 +142,9 @@ class MoeSizes:
     scaling: float = flag(
         1.0, "factor on the weights of expert outputs", name="moe_router_topk_scaling_factor", above=0, other=2.5
     )
+    linear_bias: bool = flag(
+        False, "a trained bias on the router's logits (GPT-OSS)", name="moe_router_linear_bias", after="moe_router_topk"
+    )
     sequence_aux: bool = follows(lambda values: values["moe_seq_aux_loss_coeff"] > 0, value=False)
     orthogonal: bool = follows(lambda values: values["moe_orthogonal_loss_coeff"] > 0, value=False)
     biased: bool = follows(
@@ -195,7 +198,12 @@ class MoeSizes:
     @property
     def gated(self) -> bool:
         """The experts have a gate in addition to the up projection."""
-        return self.activation == "swiglu"
+        return self.activation in GATED
+
+    @property
+    def clamped(self) -> bool:
+        """The activation is the clamped swiglu."""
+        return self.activation == "clamped_swiglu"
 
     @property
     def shared_width(self) -> int:

@@ -1066,6 +1066,32 @@ QK_CLIP_ROWS: tuple[Row, ...] = (
     latent_row(2, (*MP2, *_every(2)), (*QK_CLIP, *NO_QUERY_RANK)),
 )
 
+# A sink in each query head's softmax, drawn like the weights. Beside ROWS, as LATENT_SUITE.
+SINKS = ("--attention-sinks",)
+SINK_SUITE: tuple[Row, ...] = (
+    Row("moe", 2, (*MP2, *SP), (*SINKS, *ALTERNATING, *BOUNDARIES, *CLIPPED), 2),
+    Row("moe", 4, (*_cp(2, "ulysses"), *_stages(2)[2]), (*SINKS, *APART, *CLIPPED), 2),
+    Row("moe", 2, (*_cp(2, "ring"), *EP2, "--ampipe-degree", "2", *CROSS, *_every(1)), (*SINKS, *APART), 2),
+)
+SINK_ROWS: tuple[Row, ...] = (
+    *SINK_SUITE,
+    *(Row("moe", 2, layout, (*SINKS, *CLIPPED)) for layout in (MP2, *_stages(2))),
+    *(Row("moe", 4, (*MP2, *layout), (*SINKS, *CLIPPED)) for layout in _stages(2)),
+    Row("moe", 2, (*MP2, *SP, *SELECTIVE), (*SINKS, *BOUNDARIES), 2),
+    Row("moe", 2, (*_stages(2)[2], *_every(1)), (*SINKS, *ALTERNATING)),
+    Row("moe", 2, ("--pp-degree", "2", *ZERO_BUBBLE), (*SINKS, *LAST_FULL), accumulation=4),
+    Row("moe", 2, ("--pp-degree", "2", *INTERLEAVED), (*SINKS, *FOUR_LAYERS), accumulation=4),
+    *(Row("moe", 2, _cp(2, way), (*SINKS, *BOUNDARIES), 2) for way in ALGORITHMS),
+    Row("moe", 4, (*_cp(4, "allgather"), *_every(1)), SINKS),
+    *(Row("moe", 2, (*_cp(2, way), *EP2, "--ampipe-degree", "2"), (*SINKS, *APART), 2) for way in ALGORITHMS[1:]),
+    Row("moe", 2, (*EP2, "--ampipe-degree", "3", *SELECTIVE), (*SINKS, *BOUNDARIES), 2),
+    Row("moe", 2, (*MP2, "--no-use-flash-attn"), SINKS),
+    *(Row("moe", 2, layout, (*SINKS, *QK_CLIP)) for layout in (MP2, _cp(2, "ring"))),
+    Row("moe", 2, MP2, (*SINKS, *QK_CLIP_BY_MAXIMUM), 2),
+    latent_row(2, (*MP2, *SP), SINKS),
+    latent_row(2, _cp(2, "ring"), (*SINKS, *APART), 2),
+)
+
 # Labels with weights (tests.support.weighted), over what moves positions, labels and sums.
 WEIGHTED_SUITE: tuple[Row, ...] = (Row("moe", 2, (*_cp(2, "ring"), *EP2), (*AHEAD, *EVALUATED)),)
 WEIGHTED_ROWS: tuple[Row, ...] = (

@@ -37,6 +37,8 @@ from tests.equivalence.table import (
     ROWS,
     SHARED_WINDOW_ROWS,
     SHARED_WINDOW_SUITE,
+    SINK_ROWS,
+    SINK_SUITE,
     SPELLED_ROWS,
     SPELLED_SUITE,
     WEIGHTED_ROWS,
@@ -139,6 +141,7 @@ NAMED_ROWS = [
     *_marked(SHARED_WINDOW_ROWS, SHARED_WINDOW_SUITE),
     *_marked(FP8_ROWS, FP8_SUITE),
     *_marked(QK_CLIP_ROWS, QK_CLIP_SUITE),
+    *_marked(SINK_ROWS, SINK_SUITE),
 ]
 NAMED_STREAMED_ROWS = [
     *_marked([row for row in ALL_LATENT_ROWS if row.on_streams], LATENT_SUITE[3:4]),
@@ -148,6 +151,7 @@ NAMED_STREAMED_ROWS = [
     *_marked(MOVED_ROWS, MOVED_SUITE),
     *_marked(MUON_ROWS, MUON_SUITE[:1]),
     *_marked([row for row in QK_CLIP_ROWS if row.on_streams], QK_CLIP_SUITE[:1]),
+    *_marked([row for row in SINK_ROWS if row.on_streams], SINK_SUITE[2:]),
 ]
 
 

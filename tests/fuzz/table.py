@@ -180,7 +180,7 @@ DECODER = (
     ),
     Option("vocab_size", legal.vocabularies, wild=(9, 10), size=True),
     Option("normalization", (None, "layernorm")),
-    Option("activation", (None, "gelu")),
+    Option("activation", (None, "gelu", "clamped_swiglu")),
     Option("add_bias_linear", (None, True), when=legal.has_plain_heads, wild=(True,)),
     Option(
         "add_qkv_bias", (None, True), when=lambda d: not d.add_bias_linear and legal.has_plain_heads(d), wild=(True,)
@@ -195,6 +195,7 @@ DECODER = (
     Option("layernorm_epsilon", (None, 0.01)),
     Option("rope_theta", (None, 100.0), when=legal.one_of("position_embedding_type", "rope"), wild=(100.0,)),
     Option("window_size", legal.windows, wild=("0", "3", "2,0", "2,1"), size=True),
+    Option("attention_sinks", (None, None, True)),
     Option("window_attn_skip_freq", legal.windowed, wild=("2", "[1]*5", "[0]"), group=some),
     Option("rotary_percent", legal.rotated_shares, when=legal.has_plain_heads, wild=(0.5, 0.3), size=True),
     Option(
@@ -311,6 +312,7 @@ EXPERTS = (
         when=lambda d: legal.experts(d) and d.norm_topk_prob != "on" and d.moe_router_score_function == "softmax",
         wild=(True,),
     ),
+    Option("moe_router_linear_bias", (None, None, True), when=legal.experts, wild=(True,)),
     Option("moe_router_topk_scaling_factor", (None, None, 2.5), when=legal.experts, wild=(2.5,)),
     Option("moe_router_lr_ratio", (None, None, 0.25), when=legal.experts, wild=(0.25,)),
     Option(

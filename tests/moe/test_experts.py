@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from megapar.core.device.grouped import grouped_linear_fused, grouped_linear_reference
+from megapar.core.device.layer_ops import _clamped, clamped_swiglu
 from megapar.core.tensor_parallel.weight_gradients import WeightGradients
 from megapar.moe.expert_order import weigh
 from megapar.moe.experts import Experts, grouped_linear
@@ -14,17 +15,19 @@ from megapar.moe.experts import Experts, grouped_linear
 COUNTS = (3, 0, 4)
 
 
-def make(dtype: torch.dtype, *, gated: bool, bias: bool) -> Experts:
-    experts = Experts(8, 6, len(COUNTS), gated=gated, add_bias=bias, dtype=dtype)
+def make(dtype: torch.dtype, *, gated: bool, bias: bool, clamped: bool = False) -> Experts:
+    experts = Experts(8, 6, len(COUNTS), gated=gated, clamped=clamped, add_bias=bias, dtype=dtype)
     generator = torch.Generator().manual_seed(1)
     for parameter in experts.parameters():
         nn.init.normal_(parameter, generator=generator)
     return experts
 
 
-@pytest.mark.parametrize(("gated", "bias"), [(True, False), (True, True), (False, True)])
-def test_weights_multiply_the_outputs(gated: bool, bias: bool) -> None:
-    experts, x = make(torch.float64, gated=gated, bias=bias), rows(torch.float64)
+@pytest.mark.parametrize(
+    ("gated", "bias", "clamped"), [(True, False, False), (True, True, False), (False, True, False), (True, True, True)]
+)
+def test_weights_multiply_the_outputs(gated: bool, bias: bool, clamped: bool) -> None:
+    experts, x = make(torch.float64, gated=gated, bias=bias, clamped=clamped), rows(torch.float64)
     weights = torch.rand(sum(COUNTS), dtype=torch.float64).requires_grad_()
     leaves = [x, weights, *experts.parameters()]
     plain = weigh(experts.compute(x, torch.tensor(COUNTS)), weights)
@@ -192,3 +195,40 @@ def test_the_split_backward_gives_the_gradients_of_the_whole_one(dtype: torch.dt
 
     for got, want in zip(gradients(WeightGradients()), gradients(None), strict=True):
         torch.testing.assert_close(got, want)
+
+
+def test_clamped_experts_are_those_of_gpt_oss() -> None:
+    """By the formula, whose limits cut a good part of these hidden features."""
+    experts, x = make(torch.float64, gated=True, bias=True, clamped=True), rows(torch.float64)
+    with torch.no_grad():
+        experts.gate_up.mul_(4.0)
+    leaves, wanted, cut = [x, *experts.parameters()], [], 0
+    for e, own in enumerate(x.split(COUNTS)):
+        gate, up = (own @ experts.gate_up[e, i].T + experts.gate_up_bias[e, i] for i in (0, 1))
+        cut += int((gate > 7).sum() + (up.abs() > 7).sum())
+        gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+        wanted.append((up + 1) * gate * torch.sigmoid(1.702 * gate) @ experts.down[e].T + experts.down_bias[e])
+    assert 5 < cut < 7 * 6
+    want = torch.cat(wanted)
+    for found in (experts.compute(x, torch.tensor(COUNTS)), one_by_one(experts, x, 2)):
+        torch.testing.assert_close(found, want, rtol=1e-13, atol=1e-13)
+        for a, b in zip(*(torch.autograd.grad(y.square().sum(), leaves, retain_graph=True) for y in (found, want)),
+                        strict=True):  # fmt: skip
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-10)
+
+
+def test_a_clamped_activation_rounds_once_and_keeps_its_inputs_alone() -> None:
+    hidden = (6 * torch.randn(50, 2, 8, generator=torch.Generator().manual_seed(4))).bfloat16().requires_grad_()
+    weights = torch.rand(50, 1, generator=torch.Generator().manual_seed(5)).requires_grad_()
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        y = clamped_swiglu(hidden, weights)
+    assert {x.data_ptr() for x in kept} == {hidden.data_ptr(), weights.data_ptr()}
+    wide = hidden.detach().double().requires_grad_()
+    exact = clamped_swiglu(wide, weights.double())
+    assert torch.equal(y, exact.to(torch.float32).bfloat16())
+    found, want = torch.autograd.grad(y.float().sum(), hidden)[0], torch.autograd.grad(exact.sum(), wide)[0]
+    torch.testing.assert_close(found.double(), want, rtol=2**-8, atol=1e-6)
+    plainly = _clamped(wide, None)[0]
+    torch.testing.assert_close(torch.autograd.grad(plainly.sum(), wide)[0],
+                               torch.autograd.grad(clamped_swiglu(wide).sum(), wide)[0])  # fmt: skip

@@ -43,6 +43,26 @@ def test_bias_moves_the_choice_and_not_the_weights():
     assert not made.correction_bias.requires_grad
 
 
+def test_a_bias_on_the_logits_moves_choices_and_weights():
+    """And the statistics, as logits do. Weights are a softmax of the chosen logits."""
+    made, plainly = router(linear_bias=True), router()
+    x = torch.randn(50, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    torch.nn.init.normal_(made.bias, generator=torch.Generator().manual_seed(4))
+    found = made(x)
+    logits = x @ made.weight.T + made.bias
+    values, experts = logits.topk(2)
+    assert torch.equal(found.experts, experts)
+    torch.testing.assert_close(gate_weights(found, None, over_kept=False), values.softmax(1))
+    torch.testing.assert_close(found.probs, logits.softmax(1))
+    upstream = torch.randn(50, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
+    gradients = (
+        torch.autograd.grad((y * upstream).sum(), [made.weight, made.bias]) for y in (found.weights, values.softmax(1))
+    )
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b)
+    assert not torch.equal(plainly(x).experts, experts)
+
+
 def given(probs, experts):
     probs, experts = torch.tensor(probs), torch.tensor(experts)
     return Routing(probs, experts, router_sums(probs.log().logsumexp(1), probs, experts, None))

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import torch
 import torch.nn.functional as F
@@ -64,35 +65,50 @@ def npu_fusion_attention(
     assert query.shape[-1] == key.shape[-1] >= value.shape[-1]
     if input_layout == "TND":
         assert all(x.is_contiguous() for x in (query, key, value))
-        parts, statistics, start, first = [], ([], []), 0, 0
-        for end, last in zip(actual_seq_qlen, actual_seq_kvlen, strict=True):
-            q, k, v = query[start:end], key[first:last], value[first:last]
-            y, *found = _one(*(x.transpose(0, 1) for x in (q, k, v)), scale, atten_mask, sparse_mode, pre_tockens)
-            parts.append(y)
-            for kept, values in zip(statistics, found, strict=True):
-                kept.append(values.flatten())  # [N, positions] of each sequence, whatever the shape says
-            start, first = end, last
-        peak, total = (torch.cat(kept).view(*query.shape[:2], 1).expand(-1, -1, 8).contiguous() for kept in statistics)
-        return torch.cat(parts, 1).transpose(0, 1), peak, total, query.new_zeros(0), 0, 0, 0
+        whole, ends = query.new_full((head_num, len(query), len(key)), -torch.inf, dtype=torch.float32), [0]
+        for end, first, last in zip(actual_seq_qlen, (0, *actual_seq_kvlen), actual_seq_kvlen, strict=False):
+            q, k = query[ends[-1] : end].transpose(0, 1), key[first:last].transpose(0, 1)
+            whole[:, ends[-1] : end, first:last] = _scores(q, k, scale, atten_mask, sparse_mode, pre_tockens)
+            ends.append(end)
+        y, *found = _attended(whole, value.transpose(0, 1))
+        # [N, positions] of each sequence, whatever the shape says
+        flat = (torch.cat([x[:, a:b].flatten() for a, b in itertools.pairwise(ends)]) for x in found)
+        peak, total = (x.view(*query.shape[:2], 1).expand(-1, -1, 8).contiguous() for x in flat)
+        return y.transpose(0, 1), peak, total, query.new_zeros(0), 0, 0, 0
     q, k, v = (_head_first(x, input_layout) for x in (query, key, value))
     assert q.shape[1] == head_num
     masks = [
         atten_mask[i % len(atten_mask), 0] if atten_mask is not None and atten_mask.dim() == 4 else atten_mask
         for i in range(len(q))
     ]
-    each = [_one(*one, scale, mask, sparse_mode) for *one, mask in zip(q, k, v, masks, strict=True)]
-    out, peak, total = (torch.stack(parts) for parts in zip(*each, strict=True))
+    scores = [_scores(*one, scale, mask, sparse_mode) for *one, mask in zip(q, k, masks, strict=True)]
+    out, peak, total = _attended(torch.stack(scores), v)
     eight = (x.unsqueeze(-1).expand(*x.shape, 8).contiguous() for x in (peak, total))
     return out.transpose(1, 2), *eight, q.new_zeros(0), 0, 0, 0
 
 
-def _one(q, k, v, scale, mask, sparse_mode, before=None):
-    scores = _scores(q, k, scale, mask, sparse_mode, before)
-    peak = scores.amax(-1)
-    exponents = (scores - peak.unsqueeze(-1)).exp()
-    total = exponents.sum(-1)
-    weights = (exponents / total.unsqueeze(-1)).to(q.dtype)
-    return weights @ v.repeat_interleave(q.shape[0] // v.shape[0], 0), peak, total
+class FromOutput(torch.autograd.Function):
+    """Scores [.., S, L], values [.., L, V] -> [.., S, V], whose backward reads the output, as those of kernels do."""
+
+    @staticmethod
+    def forward(ctx, scores, v):
+        weights = scores.softmax(-1)
+        out = weights.to(v.dtype) @ v
+        ctx.save_for_backward(weights, v, out)
+        return out
+
+    @staticmethod
+    def backward(ctx, *grads):
+        (weights, v, out), dy = ctx.saved_tensors, grads[0]
+        rows = (dy.to(weights.dtype) * out).sum(-1, keepdim=True)
+        return weights * ((dy @ v.mT).to(weights.dtype) - rows), weights.to(v.dtype).mT @ dy
+
+
+def _attended(scores, v):
+    """Scores [.., N, S, L], values [.., G, L, V] -> output, and largest score and sum of exponentials of each row."""
+    peak = scores.detach().amax(-1)
+    total = (scores.detach() - peak.unsqueeze(-1)).exp().sum(-1)
+    return FromOutput.apply(scores, v.repeat_interleave(scores.shape[-3] // v.shape[-3], -3)), peak, total
 
 
 def npu_fusion_attention_grad(

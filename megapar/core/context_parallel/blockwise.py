@@ -87,11 +87,12 @@ def attend_blockwise(
 
     q is [B, N, S, D], k [B, G, S, D] and v [B, G, S, V] of this rank's positions. With an expansion, which makes keys
     and values of the columns where they arrive, k is latents [B, 1, S, R] and v rotary keys [B, 1, S, Dr]. They are
-    sent in q's dtype. In a wider dtype they get gradients that are not rounded. ``seen_by`` counts the rows.
+    sent in q's dtype. In a wider dtype they get gradients that are not rounded. ``seen_by`` is the end of the rows.
     """
     defer_wgrad = None if expansion is None else expansion.defer_wgrad
     call = _BlockwiseCall(transport, plan, flash, dropout, defer_wgrad, seen_by)
-    return _Blockwise.apply(q, k, v, None if expansion is None else expansion.weight, call)
+    out, lse = _Blockwise.apply(q, k, v, None if expansion is None else expansion.weight, call)
+    return out if seen_by is None else seen_by.weigh(out, lse)
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,9 @@ class _BlockwiseCall:
 
 class _Blockwise(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, call: _BlockwiseCall) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, call: _BlockwiseCall
+    ) -> tuple[Tensor, Tensor]:
         reader = call.reader(q, v, weight)
         value_dim = reader.value_dim(q, v)
         rows = OnlineSoftmax(q, value_dim, flash=call.flash, dropout=call.dropout, seen_by=call.seen_by)
@@ -123,7 +126,9 @@ class _Blockwise(torch.autograd.Function):
         # Latents may be in a wider dtype than the message, which is what the backward needs of them.
         kept = (k, v) if weight is None else (local.message,)
         ctx.save_for_backward(q, weight, *result[:2], *kept)
-        return result.out
+        ctx.mark_non_differentiable(result.lse)
+        ctx.set_materialize_grads(False)
+        return result.out, result.lse
 
     @staticmethod
     @once_differentiable

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megapar.core.context_parallel.tiles import Tile
 from megapar.core.device.attention.blocks import AttentionBlock, block_backward_reference, block_reference
-from megapar.core.device.attention.row_statistic import Rows, RowStatistic
+from megapar.core.device.attention.row_statistic import RowEnd, Rows
 from megapar.core.device.attention.table import MAXIMUM
 from megapar.core.device.dtypes import at_least_fp32
 from megapar.core.device.ops import op
@@ -35,7 +35,8 @@ def merge(out: Tensor, lse: Tensor, block: AttentionBlock) -> tuple[Tensor, Tens
 class OnlineSoftmax:
     """The rows of the attention matrix for queries q [B, N, S, D], accumulated over the tiles so far.
 
-    ``seen_by`` counts the rows, by their maxima tile by tile, or by the log-sum-exps of all tiles at the end.
+    ``seen_by`` counts the rows, by their maxima tile by tile, or by the log-sum-exps of all tiles at the end. It weighs
+    none: sinks are left to the caller.
 
     Attributes:
         key_dim: D.
@@ -64,7 +65,7 @@ class OnlineSoftmax:
             self.drawn.append(block.drawn)
             self.out[rows], self.lse[rows] = merge(self.out[rows], self.lse[rows], block)
 
-    def _seen(self, rows: Index) -> dict[str, RowStatistic]:
+    def _seen(self, rows: Index) -> dict[str, RowEnd]:
         """Return the argument by which a block of some rows counts them by their maxima."""
         if self._seen_by is None or self._seen_by.kind != MAXIMUM:
             return {}

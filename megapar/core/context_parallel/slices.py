@@ -183,15 +183,15 @@ class SharedSlices:
         """Attend from slice ``number`` to itself and earlier slices; returns [B, N, s, V].
 
         q is [B, N, s, D], k [B, G, s, D] and v [B, G, s, V] of this rank's positions of the slice; with an expansion as
-        in ``attend_blockwise``. ``seen_by`` counts the rows of the slice.
+        in ``attend_blockwise``. ``seen_by`` is the end of the slice's rows.
         """
         weight, defer_wgrad = (None, None) if expansion is None else (expansion.weight, expansion.defer_wgrad)
         out: Tensor
         call = _Call(self, number, dropout, defer_wgrad, seen_by)
-        out, self._handle = _Attend.apply(q, k, v, weight, self._handle, call)
+        out, self._handle, lse = _Attend.apply(q, k, v, weight, self._handle, call)
         if number == len(self.plans) - 1:
             self._handle = None  # its graph refers to this object
-        return out
+        return out if seen_by is None else seen_by.weigh(out, lse)
 
     def drop_columns(self) -> None:
         """Free the columns of a recomputed unit after its forward; its recomputation fills them for the backward."""
@@ -241,7 +241,7 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, handle: Tensor | None, call: _Call
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         shared, reader = call.shared, call.reader(v.shape[-1], weight)
         columns = shared.put(Columns.of(k, v, q.dtype), call.own)
         value_dim = reader.value_dim(q, v)
@@ -250,7 +250,8 @@ class _Attend(torch.autograd.Function):
         result = rows.result()
         ctx.call, ctx.drawn, ctx.first, ctx.column_dtype = call, rows.drawn, handle is None, k.dtype
         ctx.save_for_backward(q, weight, *result[:2])
-        return result.out, q.new_zeros(1)
+        ctx.mark_non_differentiable(result.lse)
+        return result.out, q.new_zeros(1), result.lse
 
     @staticmethod
     @once_differentiable

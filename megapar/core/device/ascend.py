@@ -188,10 +188,8 @@ class _Attended(NamedTuple):
         return self.peak[..., 0] + self.total[..., 0].log()
 
     def seen_by(self, rows: Rows) -> Tensor:
-        """Return the output; ``rows`` counts the rows."""
-        if rows is not None:
-            rows.see_lse(self.lse)
-        return self.out
+        """Return the output with the end of its rows."""
+        return self.out if rows is None else rows.end(self.out, self.lse)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, dropout: float, **mask: Any) -> _Attended:
@@ -238,7 +236,8 @@ def _attend_unequal(
         lse, heads = (peak[..., 0] + total[..., 0].log()).flatten(), q.shape[1]
         lengths = [end - start for start, end in zip((0, *ends_q), ends_q, strict=False)]
         by_sequence = [one.view(heads, -1) for one in lse.split([heads * length for length in lengths])]
-        rows.run(0, 1, q.shape[0]).see_lse(torch.cat(by_sequence, dim=1)[None])
+        end = rows.run(0, 1, q.shape[0])
+        y = end.end(y.transpose(0, 1)[None], torch.cat(by_sequence, dim=1)[None])[0].transpose(0, 1)
     return y
 
 

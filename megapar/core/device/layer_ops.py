@@ -98,6 +98,53 @@ class _Swiglu(torch.autograd.Function):
         return gradient
 
 
+GATE_LIMIT, GATE_SLOPE = 7.0, 1.702  # of clamped swiglu: transformers' swiglu_limit and swiglu_alpha
+
+
+def clamped_swiglu(gate_up: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Compute (up + 1) gate sigmoid(1.702 gate), gate at most 7 and up from -7 to 7, then multiply by the weights.
+
+    It computes in max(fp32, dtype), rounds once, and keeps its inputs alone. Source: GPT-OSS (arXiv 2508.10925).
+    Arguments and result as of ``swiglu_reference``.
+    """
+    if torch.compiler.is_compiling():
+        return _clamped(gate_up, weights)[0].to(gate_up.dtype)
+    y: Tensor = _ClampedSwiglu.apply(gate_up, weights)
+    return y
+
+
+def _clamped(gate_up: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the product with the weights, the limited gate and up, and the sigmoid, in max(fp32, dtype)."""
+    gate, up = gate_up.to(at_least_fp32(gate_up.dtype)).unbind(-2)
+    gate, up = gate.clamp(max=GATE_LIMIT), up.clamp(-GATE_LIMIT, GATE_LIMIT)
+    opened = torch.sigmoid(GATE_SLOPE * gate)
+    y = (up + 1) * gate * opened
+    return y if weights is None else y * weights.to(y.dtype), gate, up, opened
+
+
+class _ClampedSwiglu(torch.autograd.Function):
+    """Clamped swiglu that is computed again in the backward, which takes a limit's own value as inside of it."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor, weights: Tensor | None) -> Tensor:
+        ctx.save_for_backward(gate_up, weights)
+        return _clamped(gate_up, weights)[0].to(gate_up.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None]:
+        gate_up, weights = ctx.saved_tensors
+        y, gate, up, opened = _clamped(gate_up, None)
+        grad, of_weights = grads[0].to(y.dtype), None
+        if weights is not None:
+            of_weights = (grad * y).sum(-1, keepdim=True).to(weights.dtype)
+            grad = grad * weights.to(y.dtype)
+        raw_gate, raw_up = gate_up.unbind(-2)
+        of_gate = grad * (up + 1) * opened * (1 + GATE_SLOPE * gate * (1 - opened)) * (raw_gate <= GATE_LIMIT)
+        of_up = grad * gate * opened * (raw_up.abs() <= GATE_LIMIT)
+        return torch.stack((of_gate, of_up), dim=-2).to(gate_up.dtype), of_weights
+
+
 def small_embedding_reference(weight: Tensor, *, indices: Tensor) -> Tensor:
     """Look up indices [..] int64 in weight [C, H]. Returns [.., H]."""
     return F.embedding(indices, weight)

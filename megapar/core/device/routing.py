@@ -26,12 +26,16 @@ class RouterParts(Protocol):
     Attributes:
         sizes: ``moe.sizes.MoeSizes``, which this floor does not import.
         run: Caller of functions that may be compiled.
+        logit_bias: [E], added to the logits; None for none.
         is_observed: ``choose``, from scores [T, E] to experts [T, k], is called even by a form that could choose.
     """
 
     correction_bias: Tensor
     sizes: Any
     run: FunctionRunner
+
+    @property
+    def logit_bias(self) -> Tensor | None: ...
 
     @property
     def is_observed(self) -> bool: ...
@@ -74,7 +78,7 @@ def route_reference(x_TH: Tensor, weight_EH: Tensor, valid_T: Tensor | None, rou
     else:
         wide_TH, *readers = FanOut.apply(x_TH, weight_EH.dtype, router.run)
         passed = (readers[0], readers[1])
-    logits_TE = F.linear(wide_TH, weight_EH)
+    logits_TE = F.linear(wide_TH, weight_EH, router.logit_bias)
     scores_TE, shares_TE, lse_T = router.run(score, logits_TE, sizes)
     experts_Tk = router.choose(scores_TE)
     weights_Tk = None
@@ -92,7 +96,7 @@ def route_cuda(x_TH: Tensor, weight_EH: Tensor, valid_T: Tensor | None, router: 
     """
     sizes = router.sizes
     scored = sizes.groups * sizes.scored_of_group if sizes.group_topk < sizes.groups else 0
-    if not triton_operators.takes_router(x_TH, weight_EH, sizes.topk, scored):
+    if router.logit_bias is not None or not triton_operators.takes_router(x_TH, weight_EH, sizes.topk, scored):
         return route_reference(x_TH, weight_EH, valid_T, router)
     scores_TE, experts_Tk, weights_Tk, total_E, squares, counts_2E, *readers = _InOneKernel.apply(
         x_TH, weight_EH, valid_T, router

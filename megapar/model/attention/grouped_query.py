@@ -14,7 +14,7 @@ from megapar.model.attention_sizes import AttentionSizes
 from megapar.model.cost.model_cost import CommCost, OpCost, Product
 from megapar.model.cost.operators import Operators, norm_kept
 from megapar.model.cost.rank_view import RankView
-from megapar.model.parameter import HfPiece, ParameterSpec, attention_rows, row_parallel_rows, scale_row
+from megapar.model.parameter import HfPiece, ParameterSpec, attention_rows, row_parallel_rows, scale_row, weight_row
 
 
 def rows(sizes: AttentionSizes, name: str, hf: HfNames, unit: str) -> list[ParameterSpec]:
@@ -26,9 +26,12 @@ def rows(sizes: AttentionSizes, name: str, hf: HfNames, unit: str) -> list[Param
 
 
 def output_rows(sizes: AttentionSizes, name: str, hf: HfNames, unit: str) -> list[ParameterSpec]:
-    """Return the rows of the output projection and of the norms of queries and keys."""
+    """Return the rows of the output projection, of the sinks, and of the norms of queries and keys."""
     shape = (sizes.hidden_size, sizes.num_heads * sizes.value_dim)
     found = row_parallel_rows(f"{name}.proj", shape, hf("o"), unit, sizes.output_bias)
+    if sizes.sinks:
+        sinks = weight_row(f"{name}.sinks", (sizes.num_heads,), hf("sinks"), unit, axes=(("mp", 0),))
+        found.append(replace(sinks, decay=False))
     if sizes.qk_norm:
         heads = {"q": sizes.num_heads, "k": sizes.num_groups}
         found += [_norm_row(sizes, f"{name}.{part}_norm.weight", heads[part], unit) for part in "qk"]
@@ -178,26 +181,9 @@ def _core(operators: Operators, shape: AttentionShape, heads: _Heads) -> OpCost:
         core += _scores_kept(view, shape, heads, length + memory)
     blockwise = view.attends_blockwise and not shape.windowed
     kept = e * t * heads.out if view.selective_recompute and not blockwise else core
-    if blockwise:
-        kept += e * t * heads.out  # its output head by head, beside that of each position for the projection
-    again = max(0.0, core - kept)
-    transient = e * t * (heads.qkv + heads.out) + again + operators.hidden_bytes
-    if blockwise:  # sums in fp32; keys, values and their gradients of two ranks (ring) or all ranks
-        w, columns = view.wide_bytes, 2 * t * G * D
-        if view.ring:
-            transient += w * t * heads.out + 2 * columns * (e + w)
-        else:  # gathered, joined and its gradient; gradients of all ranks summed, stacked, and on a CPU received
-            copies = 3 if view.kernels == "cpu" else 2
-            inside = e * t * heads.out + columns * (e * 3 * (view.cp + 1) + w * (copies * view.cp + 1))
-            transient = w * t * heads.out + inside + operators.hidden_bytes
-        if view.ampipe_degree > 1:
-            kept += 2 * e * view.cp * t * G * D  # later slices need the keys and values of all ranks
-    elif view.cp > 1 and view.ulysses:
-        kept += e * t * heads.out  # the core's output before and after the all-to-all
-    elif view.cp > 1:  # in a window: the keys and values that this rank's rows see, joined, and their gradients
-        seen = 2 * (t + view.samples * view.window_rows) * G * D
-        kept += e * seen + (e * t * heads.out if view.ampipe_degree <= 1 else 0.0)  # of several runs, joined
-        transient += (e + view.wide_bytes) * seen
+    transient = e * t * (heads.qkv + heads.out) + max(0.0, core - kept) + operators.hidden_bytes
+    exchanged = _exchanged(operators, heads, blockwise=blockwise)
+    kept, transient = kept + exchanged[0], transient + exchanged[1]
     if shape.windowed and view.kernels == "cpu" and shape.sizes.flash:
         # Tiles: sums of gradients in fp32, and of a tile its reversed inputs, output and gradients.
         transient += t * D * (view.wide_bytes * (N + 2 * G) + e * (4 * N + 4 * G))
@@ -205,7 +191,33 @@ def _core(operators: Operators, shape: AttentionShape, heads: _Heads) -> OpCost:
     if shape.windowed and view.attends_blockwise:
         sent = operators.communication.context_in_window(2 * G * D)
     scores, moved = 2.0 * t * (2 * N * D) * shape.mean_keys, core + heads.read
+    if shape.sizes.sinks:  # weigh the output, which is read and written
+        moved, transient = moved + 2 * e * t * heads.out, transient + 2 * view.wide_bytes * t * heads.out
     return OpCost("core", kept, scores=scores, moved=moved, sent=sent, transient=transient)
+
+
+def _exchanged(operators: Operators, heads: _Heads, *, blockwise: bool) -> tuple[float, float]:
+    """Return what context parallelism adds to the core: bytes kept, bytes of temporary tensors."""
+    view = operators.view
+    t, e, w, columns = view.tokens, view.item_bytes, view.wide_bytes, 2 * view.tokens * heads.G * heads.D
+    out = e * t * heads.out
+    if blockwise:  # kept: the output head by head, beside that of each position for the projection
+        kept = out
+        if view.ring:  # sums in fp32; keys, values and their gradients of two ranks
+            transient = w * t * heads.out + 2 * columns * (e + w)
+        else:  # gathered, joined and its gradient; gradients of all ranks summed, stacked, and on a CPU received
+            copies = 3 if view.kernels == "cpu" else 2
+            inside = out + columns * (e * 3 * (view.cp + 1) + w * (copies * view.cp + 1))
+            transient = w * t * heads.out + inside + operators.hidden_bytes
+        if view.ampipe_degree > 1:
+            kept += e * view.cp * columns  # later slices need the keys and values of all ranks
+        return kept, transient
+    if view.cp > 1 and view.ulysses:
+        return out, 0.0  # the core's output before and after the all-to-all
+    if view.cp > 1:  # in a window: the keys and values that this rank's rows see, joined, and their gradients
+        seen = 2 * (t + view.samples * view.window_rows) * heads.G * heads.D
+        return e * seen + (out if view.ampipe_degree <= 1 else 0.0), (e + w) * seen  # of several runs, joined
+    return 0.0, 0.0
 
 
 def _scores_kept(view: RankView, shape: AttentionShape, heads: _Heads, length: float) -> float:

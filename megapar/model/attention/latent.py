@@ -225,6 +225,8 @@ class LatentCosts:
                 kept += e * (view.cp - 1) * t * self._columns  # of the other ranks
         scores = 2.0 * t * joined * self.mask.mean_keys
         moved = whole + e * t * (N * self.sizes.key_dim + joined)
+        if self.sizes.sinks:  # weigh the output, which is read and written
+            moved += 2 * e * t * N * self.sizes.value_dim
         return OpCost("core", kept, scores=scores, moved=moved, sent=self._sent(), transient=transient)
 
     def _sent(self) -> tuple[CommCost, ...]:

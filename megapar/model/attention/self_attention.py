@@ -9,7 +9,7 @@ A kind is a subclass of ``SelfAttention``, named by its ``AttentionKind``. It ow
 and values of this rank's positions (``project``) and projects heads to hidden features (``output``). The core is the
 same for all kinds: softmax(q k^T / sqrt(D)) v with dropout, documents and padding, over all keys or those of a window,
 whole or slice by slice (``slices``), with or without context parallelism (``core.context_parallel``), kept or
-recomputed. A kind whose scores have another scale multiplies its queries by the ratio.
+recomputed, and with or without sinks. A kind whose scores have another scale multiplies its queries by the ratio.
 
 Shape letters: B batch, S sequence (under context parallelism, this rank's part of it), H hidden, N query heads and G
 key-value heads of this rank, D head size of queries and keys, V head size of values; /mp marks dims that are split over
@@ -35,7 +35,8 @@ from megapar.core.context_parallel.heads import to_heads, to_positions
 from megapar.core.context_parallel.method import ContextParallel
 from megapar.core.device.attention.documents import packed_attention_reference
 from megapar.core.device.attention.mask import DeviceMask
-from megapar.core.device.attention.row_statistic import Rows
+from megapar.core.device.attention.row_statistic import Rows, RowStatistic
+from megapar.core.device.attention.sinks import SinkRows
 from megapar.core.device.attention.slices import packed_attention_slice_reference
 from megapar.core.device.attention.table import DOCUMENTS, WINDOW
 from megapar.core.device.attention.whole import attention_reference
@@ -43,7 +44,7 @@ from megapar.core.device.compiled import counted
 from megapar.core.device.ops import op
 from megapar.core.recompute.selective import Rematerialized, consume
 from megapar.core.tensor_parallel.execution import DEFAULT
-from megapar.core.tensor_parallel.layers import LayerOptions, Started
+from megapar.core.tensor_parallel.layers import LayerOptions, Started, local, parameter, piece_shape
 from megapar.model.attention.kinds import kind_of
 from megapar.model.attention_sizes import AttentionSizes
 from megapar.model.layers.context import Context
@@ -70,7 +71,10 @@ class SelfAttention(nn.Module, ABC):
         run: Runner of pure functions, which may compile them.
         selective: Recompute the core in the backward instead of keeping its intermediate results.
         row_statistic: Counts the rows of the scores of this rank's heads; None: nothing does.
+        sinks: [N], a score of each query head in the softmax of its rows; None for a plain softmax.
     """
+
+    sinks: nn.Parameter | None
 
     def __init__(
         self, sizes: AttentionSizes, layer: int, *, cp: ContextParallel | None = None, **options: Unpack[LayerOptions]
@@ -80,7 +84,9 @@ class SelfAttention(nn.Module, ABC):
         self.stream = self.cp.axis.rank * self.mp.size + self.mp.rank
         self.place = f"layers.{layer}.attention.weights"
         self.dropout = sizes.dropout
-        self.row_statistic: Rows = None
+        self.row_statistic: RowStatistic | None = None
+        own = piece_shape((sizes.num_heads,), 0, self.mp)
+        self.register_parameter("sinks", parameter(own, options["dtype"], options["device"]) if sizes.sinks else None)
         execution = options.get("execution", DEFAULT)
         self.run, self.selective, self.operator = execution.run, execution.selective, execution.attention
 
@@ -180,14 +186,20 @@ class SelfAttention(nn.Module, ABC):
         return self.to_positions(y) if self.cp.deals_heads else y
 
     def rows(self, context: Context, place: slice | None = None) -> Rows:
-        """Return what counts the rows of a forward, or of its slice at ``place``, without padding; None: nothing does.
+        """Return the end of the rows of a forward, or of its slice at ``place``; None: nothing is done with them.
 
-        A recomputation calls the same kernels and sees the same rows again, which changes no maximum.
+        A statistic counts them without padding. A recomputation calls the same kernels and sees the same rows again,
+        which changes no maximum.
         """
-        if self.row_statistic is None:
-            return None
-        rows = replace(self.row_statistic, counted=context.text)
-        return rows if place is None else rows.at(slice(None), place)
+        counted = None if self.row_statistic is None else replace(self.row_statistic, counted=context.text)
+        if counted is not None and place is not None:
+            counted = counted.at(slice(None), place)
+        return counted if self.sinks is None else SinkRows(self._own_sinks(self.sinks), counted)
+
+    def _own_sinks(self, sinks: Tensor) -> Tensor:
+        """Return the sinks of the heads of the core: all of this rank, or those that it has among cp ranks."""
+        cp = self.cp
+        return local(sinks).chunk(cp.axis.size)[cp.axis.rank] if cp.deals_heads else local(sinks)
 
     def clip_factors(self, factors: Tensor) -> dict[str, Tensor]:
         """Return factors that multiply the scores of this rank's heads by ``factors`` [N], by name of the parameter.

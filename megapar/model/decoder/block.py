@@ -66,7 +66,9 @@ class DecoderBlock(nn.Module):
             shared = _shared(sizes, moe, **options)
             self.moe = MoeLayer(moe, shared=shared, ep=ep, emp=emp, share=share, parts=moe_parts, **options)
         else:
-            self.mlp = Mlp(H, sizes.ffn_hidden_size, gated=sizes.gated, bias=sizes.add_bias_linear, **options)
+            clamped = sizes.activation == "clamped_swiglu"
+            ffn, bias = sizes.ffn_hidden_size, sizes.add_bias_linear
+            self.mlp = Mlp(H, ffn, gated=sizes.gated, clamped=clamped, bias=bias, **options)
 
     def forward(
         self, x: Tensor | Sliced | PendingSum, context: Context
@@ -115,4 +117,5 @@ def _shared(sizes: DecoderSizes, moe: MoeSizes, **options: Unpack[LayerOptions])
     if not moe.shared_width:
         return None
     kind = TokenGatedMlp if moe.shared_gate else Mlp
-    return kind(sizes.hidden_size, moe.shared_width, gated=moe.gated, bias=sizes.add_bias_linear, **options)
+    form = {"gated": moe.gated, "clamped": moe.clamped, "bias": sizes.add_bias_linear}
+    return kind(sizes.hidden_size, moe.shared_width, **form, **options)

@@ -107,7 +107,8 @@ class DecoderCost(ModelCost):
             parts += expert_costs(self.view, moe)
             if moe.shared_width:
                 # Otherwise the router keeps the same tensor.
-                stored = self.view.item_bytes < self.view.wide_bytes and not self.view.fused_router
+                fused = self.view.fused_router and not moe.linear_bias
+                stored = self.view.item_bytes < self.view.wide_bytes and not fused
                 parts += ops.mlp(moe.shared_width, gated=moe.gated, stored=stored, item=self.view.expert_item_bytes)
             if moe.shared_gate:
                 parts.append(self._shared_gate())

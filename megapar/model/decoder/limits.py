@@ -45,10 +45,29 @@ def _opposite(limit: Limit, name: str, message: str) -> Limit:
 
 VARIETY = _fixed(
     id="hf-decoder-variety",
-    sizes={"normalization": "rmsnorm", "position_embedding_type": "rope", "activation": "swiglu"},
-    message="a decoder's Hugging Face form has rmsnorm, rotary positions and swiglu",
-    instead="Or train with these three.",
+    sizes={
+        **{"normalization": "rmsnorm", "position_embedding_type": "rope", "activation": "swiglu"},
+        **{"attention_sinks": False, "moe_router_linear_bias": False},
+    },
+    message="a decoder's Hugging Face form has rmsnorm, rotary positions and swiglu, and only GptOss has sinks, a bias "
+    "on the router's logits and clamped_swiglu, all of them",
+    instead="Or train with these, and without those.",
     failing="--normalization layernorm",
+)
+SINKS = _fixed(
+    id="hf-sinks", sizes={"attention_sinks": True}, message="every query head of this class has a sink in its softmax"
+)
+GPT_OSS_BLOCK = _fixed(
+    id="hf-gpt-oss",
+    sizes={
+        **{"normalization": "rmsnorm", "position_embedding_type": "rope", "activation": "clamped_swiglu"},
+        **{"add_bias_linear": True, "moe_router_linear_bias": True},
+    },
+    message="a class with sinks (GptOss) has rmsnorm, rotary positions, clamped_swiglu, and biases in all linear "
+    "layers and on the router's logits",
+    instead="Or train with these.",
+    passing="--attention-sinks --activation clamped_swiglu --add-bias-linear --moe-router-linear-bias",
+    failing="--attention-sinks",
 )
 WHOLE_HEADS_ROTATED = _fixed(
     id="hf-rotary-percent",

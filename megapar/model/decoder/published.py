@@ -66,6 +66,7 @@ DENSE_FLAGS = {
     "multi_latent_attention": False,
     "window_size": NONE,
     "window_attn_skip_freq": NO_FULL,
+    "attention_sinks": False,
 }
 EXPERT_FLAGS = {
     **DENSE_FLAGS,
@@ -75,6 +76,7 @@ EXPERT_FLAGS = {
     "moe_shared_expert_intermediate_size": 0,
     "moe_shared_expert_gate": False,
     "norm_topk_prob": "on",
+    "moe_router_linear_bias": False,
 }
 PLAIN_BLOCK = (limits.NO_LATENT, limits.HEAD_NORMS, limits.INPUT_NORMS, limits.NO_MULTIPLIERS)
 DENSE_FORM = (limits.VARIETY, limits.DENSE, limits.WHOLE_HEADS_ROTATED)
@@ -494,7 +496,8 @@ def settings_of(sizes: DecoderSizes) -> Settings:
         "moe_router_bias_update_rate": 0.0,
     }
     if moe is None:
-        return settings | {"num_experts": 0, "moe_router_score_function": "softmax"}
+        none = {"num_experts": 0, "moe_router_score_function": "softmax", "moe_router_linear_bias": False}
+        return settings | none
     return settings | {
         "add_bias_linear": sizes.add_bias_linear or moe.add_bias,
         "num_experts": moe.num_experts,
@@ -509,6 +512,7 @@ def settings_of(sizes: DecoderSizes) -> Settings:
         "moe_router_group_topk": moe.group_topk,
         "moe_router_group_score_topk": moe.group_score_topk,
         "norm_topk_prob": "on" if moe.renormalizes else "off",
+        "moe_router_linear_bias": moe.linear_bias,
     }
 
 

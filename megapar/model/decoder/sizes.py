@@ -16,7 +16,7 @@ from megapar.model.decoder.layer_pattern import ALL, flags_of, layers_of, to_pat
 from megapar.model.decoder.windows import NO_FULL, skip_text, to_window, window_text, windowed_layers
 from megapar.model.decoder.windows import NONE as NO_WINDOW
 from megapar.model.rope_scaling import NONE, RopeScaling
-from megapar.model.sizes import ACTIVATIONS, ModelSizes, check_choices, defaults_of
+from megapar.model.sizes import ACTIVATIONS, GATED, ModelSizes, check_choices, defaults_of
 from megapar.moe.sizes import MoeSizes
 from megapar.schema.flag import Alias, flag, follows, from_flags
 
@@ -74,7 +74,7 @@ class DecoderSizes(ModelSizes):
     )
     activation: str = flag(
         "swiglu",
-        "activation of the MLP and of the experts",
+        "activation of the MLP and of the experts; clamped_swiglu is that of GPT-OSS",
         ernie="gelu",
         choices=ACTIVATIONS,
         aliases=(Alias("swiglu", "swiglu"),),
@@ -123,6 +123,9 @@ class DecoderSizes(ModelSizes):
         "of lists such as [1,1,1,0]*8, with a number for each layer, 0 for all keys; the block of multi-token "
         "prediction is like the last layer, unless a list has one number more; 0: none",
         other="2",
+    )
+    attention_sinks: bool = flag(
+        False, "a trained score for each query head that joins the softmax of its rows, and has no value (GPT-OSS)"
     )
     rope_theta: float = flag(10000.0, "base of the rotary angles", above=0, aliases=("rotary-base",), other=100.0)
     rope_scaling: RopeScaling | None = follows(
@@ -311,6 +314,7 @@ class DecoderSizes(ModelSizes):
             epsilon=self.layernorm_epsilon,
             dropout=self.attention_dropout,
             flash=self.use_flash_attn,
+            sinks=self.attention_sinks,
         )
 
     def attention_at(self, layer: int) -> AttentionSizes:
@@ -354,6 +358,7 @@ class DecoderSizes(ModelSizes):
             flash=self.use_flash_attn,
             query_rank=self.q_lora_rank,
             latent_rank=self.kv_lora_rank,
+            sinks=self.attention_sinks,
         )
 
     @property
@@ -364,7 +369,7 @@ class DecoderSizes(ModelSizes):
 
     @property
     def gated(self) -> bool:
-        return self.activation == "swiglu"
+        return self.activation in GATED
 
     @property
     def moe_layers(self) -> tuple[int, ...]:

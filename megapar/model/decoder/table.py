@@ -10,7 +10,7 @@ from megapar.model.decoder.sizes import DecoderSizes
 from megapar.model.parameter import ALL, HfPiece, ParameterSpec, bias_row, fused_row, mlp_rows, norm_rows, weight_row
 from megapar.moe.sizes import MoeSizes
 
-_HF_NAMES = {"kv_a": "kv_a_proj_with_mqa", "q_a_norm": "q_a_layernorm", "kv_a_norm": "kv_a_layernorm"}
+_HF_NAMES = {"kv_a": "kv_a_proj_with_mqa", "q_a_norm": "q_a_layernorm", "kv_a_norm": "kv_a_layernorm", "sinks": "sinks"}
 
 
 def decoder_table(sizes: DecoderSizes) -> tuple[ParameterSpec, ...]:
@@ -95,7 +95,11 @@ def _moe(name: str, moe: MoeSizes, bias: bool, hf: str, unit: str) -> list[Param
     router = weight_row(f"{name}.router.weight", (E, H), f"{hf}.gate.weight", unit, mp_partial="sp")
     correction = bias_row(f"{name}.router.correction_bias", (E,), "", unit)
     piece = HfPiece(f"{hf}.moe_statics.e_score_correction_bias", (1, E), (ALL,))
-    rows = [replace(router, fp32=True, router=True), replace(correction, fp32=True, trainable=False, pieces=(piece,))]
+    rows = [replace(router, fp32=True, router=True)]
+    if moe.linear_bias:
+        bias_of_logits = bias_row(f"{name}.router.bias", (E,), f"{hf}.gate.bias", unit, mp_partial="sp")
+        rows.append(replace(bias_of_logits, fp32=True, router=True))
+    rows.append(replace(correction, fp32=True, trainable=False, pieces=(piece,)))
     parts = ("gate", "up") if moe.gated else ("up",)
     fused, lead = ("gate_up", (E, 2, F)) if moe.gated else ("up", (E, F))
     split = (("ep", 0), ("emp", len(lead) - 1))

@@ -1,4 +1,4 @@
-"""Dense feed-forward layer: swiglu on a fused gate-up weight, or gelu."""
+"""Dense feed-forward layer: swiglu, plain or clamped, on a fused gate-up weight, or gelu."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megapar.core.device.compiled import counted, plain
-from megapar.core.device.layer_ops import in_one_kernel
+from megapar.core.device.layer_ops import clamped_swiglu, in_one_kernel
 from megapar.core.device.ops import op
 from megapar.core.recompute.replay import Replay
 from megapar.core.recompute.selective import without_output
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class Mlp(nn.Module):
     """Column parallel layer, activation, row parallel layer; F intermediate features, split over mp.
 
-    gated:     x [B, S(/mp), H] -> gate_up: column linear -> [B, S, 2, F/mp] -> silu(gate) * up
+    gated:     x [B, S(/mp), H] -> gate_up: column linear -> [B, S, 2, F/mp] -> silu(gate) * up, or clamped
     otherwise: x [B, S(/mp), H] -> up: column linear -> [B, S, F/mp] -> gelu (exact, by erf)
     then       -> down: row linear -> y [B, S(/mp), H]
     """
@@ -32,7 +32,14 @@ class Mlp(nn.Module):
     adds_onto = True  # it takes a sum to add to
 
     def __init__(
-        self, hidden_size: int, ffn_hidden_size: int, *, gated: bool, bias: bool, **options: Unpack[LayerOptions]
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        *,
+        gated: bool,
+        bias: bool,
+        clamped: bool = False,
+        **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__()
         first = ColumnLinear(
@@ -43,7 +50,7 @@ class Mlp(nn.Module):
             **options,
         )
         execution = options.get("execution", DEFAULT)
-        self.run, self.selective = execution.run, execution.selective
+        self.run, self.selective, self.clamped = execution.run, execution.selective, clamped
         self.gate_up = first if gated else None
         self.up = None if gated else first
         self.down = RowLinear(ffn_hidden_size, hidden_size, bias=bias, **options)
@@ -55,11 +62,12 @@ class Mlp(nn.Module):
             ends_unit: The recomputed unit whose output is made here; its recomputation skips the last product.
             onto: A sum [B S(/mp), H] to add the output to, which is returned in its place (``RowLinear``).
         """
-        activation = _activations[self.gate_up is not None]
+        activation = clamped if self.clamped else _activations[self.gate_up is not None]
         first = self.up if self.gate_up is None else self.gate_up
         assert first is not None
         hidden = first(x)
-        run = plain if self.gate_up is not None and self.run is not plain and in_one_kernel(hidden) else self.run
+        swish = self.gate_up is not None and not self.clamped
+        run = plain if swish and self.run is not plain and in_one_kernel(hidden) else self.run
         if self.selective:
             return without_output(partial(run, activation), hidden, partial(self.down, onto=onto))
         return self.down(run(activation, hidden), ends_unit, onto)
@@ -77,6 +85,12 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return op("swiglu", gate_up)(gate_up)
 
 
+@counted(2)
+def clamped(gate_up: Tensor) -> Tensor:
+    """Return the clamped swiglu, [.., F], of gate and up in [.., 2, F]."""
+    return clamped_swiglu(gate_up)
+
+
 _activations = (gelu, swiglu)
 
 
@@ -91,9 +105,16 @@ class TokenGatedMlp(Mlp):
     adds_onto = False
 
     def __init__(
-        self, hidden_size: int, ffn_hidden_size: int, *, gated: bool, bias: bool, **options: Unpack[LayerOptions]
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        *,
+        gated: bool,
+        bias: bool,
+        clamped: bool = False,
+        **options: Unpack[LayerOptions],
     ) -> None:
-        super().__init__(hidden_size, ffn_hidden_size, gated=gated, bias=bias, **options)
+        super().__init__(hidden_size, ffn_hidden_size, gated=gated, bias=bias, clamped=clamped, **options)
         self.token_gate = parameter((1, hidden_size), options["dtype"], options["device"])
 
     def forward(self, x: Tensor, ends_unit: Replay | None = None, onto: Tensor | None = None) -> Tensor:

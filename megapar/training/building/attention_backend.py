@@ -69,7 +69,7 @@ def calls_of(config: Config, capability: table.Capability, dtype: str) -> tuple[
         dtype: Compute dtype, as torch writes it.
     """
     sizes, repeats, optimizer = config.model.attention, config.training.deterministic, config.optimizer
-    statistic = optimizer.qk_clip_statistic if optimizer.qk_clip_threshold else ""
+    statistic = optimizer.qk_clip_statistic if optimizer.qk_clip_threshold else table.LSE if sizes.sinks else ""
     dims = (sizes.key_dim, sizes.value_dim)
     return tuple(
         table.AttentionCall(form, *dims, dtype, capability, sizes.dropout > 0.0, repeats, statistic)
@@ -109,13 +109,14 @@ def repeats_keys(config: Config, kind: DeviceKind, dtype: str) -> bool:
 def attention_operator(config: Config, device: AttentionDevice, dtype: str) -> str:
     """Return the operator of whole samples: ``attention``, which leaves the kernel to torch, or one with its kernel.
 
-    torch's choice gives no statistics of rows, so that QK-clip names the same kernel.
+    torch's choice gives no statistics of rows, so that QK-clip and sinks name the same kernel.
     """
     if device.capability is None or not config.model.use_flash_attn or dtype == "float64":
         return "attention"
     chosen = zip(forms_of(config), chosen_rows(config, device, dtype), strict=True)
     row = next((row for form, row in chosen if form in (table.CAUSAL, table.FULL)), None)
-    left_to_torch = config.training.attention_backend == table.AUTO and not config.optimizer.qk_clip_threshold
+    needs_rows = config.optimizer.qk_clip_threshold or config.model.attention.sinks
+    left_to_torch = config.training.attention_backend == table.AUTO and not needs_rows
     if row is None or (row.standing == table.TODAY and left_to_torch):
         return "attention"
     return _OPERATORS.get(row.kernel, "attention")

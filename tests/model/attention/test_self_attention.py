@@ -59,7 +59,10 @@ def plainly(attention: ApartAttention, x: Tensor, angles, seen: Tensor) -> Tenso
     q, k, v = (torch.einsum("bsh,ndh->bnsd", x, part.weight) for part in (attention.q, attention.k, attention.v))
     q, k = (rotate(t.transpose(1, 2), angles).transpose(1, 2) for t in (q, k))
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
-    weights = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(~seen, -torch.inf).softmax(-1)
+    scores = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(~seen, -torch.inf)
+    if attention.sinks is not None:
+        scores = torch.cat((scores, attention.sinks[:, None, None].expand(*scores.shape[:-1], 1)), -1)
+    weights = scores.softmax(-1)[..., : k.shape[2]]
     return (weights @ v).transpose(1, 2).flatten(2) @ attention.out.weight.T * x
 
 
@@ -135,6 +138,28 @@ def test_slices_in_a_window(window, prepared, packed):
     want = plainly(attention, x, angles, seen & documents_seen() if packed else seen)
     context = causal_context(angles, packed=packed, **cuts)
     close(sliced(attention, x, context, prepared=prepared), want, (x, *attention.parameters()))
+
+
+@pytest.mark.parametrize("selective", [False, True])
+@pytest.mark.parametrize("how", ["plain", "packed", "window", "slices"])
+def test_sinks(how, selective):
+    """A score more in each row's softmax, trained, in heads of every form."""
+    x, angles = inputs()
+    attention = single(replace(DENSE.attention, sinks=True, window=5 if how == "window" else 0))
+    assert attention.sinks is not None
+    attention.selective = selective
+    with torch.no_grad():
+        attention.sinks.copy_(torch.tensor([8.0, -8.0, 0.5, 2.0]))
+    seen = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril().triu(-4 if how == "window" else -LENGTH)[None, None]
+    seen = seen & documents_seen() if how == "packed" else seen
+    want = plainly(attention, x, angles, seen)
+    if how == "slices":
+        cut = Slicing(3).cut(LENGTH)
+        context = causal_context(angles, slices=cut, own_slices=cut, whole_slices=cut)
+        found = sliced(attention, x, context, prepared=False)
+    else:
+        found = attention(x, causal_context(angles, packed=how == "packed"))
+    close(found, want, (x, *attention.parameters()))
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -98,7 +98,14 @@ ROWS = """
 --window-attn-skip-freq ([1]*5+[0])*4 --window-size 127,0 | same | --window-attn-skip-freq '([1]*5+[0])*4'
 --window-attn-skip-freq 4 | unnecessary
 --window-attn-skip-freq [1,2] --window-size 127,0 | another model
---softmax-type learnable | another model
+--softmax-type learnable | renamed | --attention-sinks
+--softmax-type off-by-one | another model
+--quick-geglu --glu-linear-offset 1.0 --activation-func-clamp-value 7.0 | renamed | --activation clamped_swiglu
+--quick-geglu | another model
+--glu-linear-offset 1.0 --quick-geglu --activation-func-clamp-value 7.0 | implied
+--glu-linear-offset 1.0 | another model
+--activation-func-clamp-value 7.0 --quick-geglu --glu-linear-offset 1.0 | implied
+--activation-func-clamp-value 10 --quick-geglu --glu-linear-offset 1.0 | another model
 --enable-hyper-connections | another model
 --cuda-graph-impl local | unsupported
 --cp-comm-type a2a --context-parallel-size 2 | renamed | --context-parallel-algo ulysses_cp_algo

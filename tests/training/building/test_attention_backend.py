@@ -103,6 +103,9 @@ def test_qk_clip_names_the_kernel_that_torch_would_choose():
     assert attention_operator(config, gpu("cudnn"), "bfloat16") == "attention_flash"
     assert attention_operator(config, gpu(), "float32") == "attention"
     assert [row.kernel for row in chosen_rows(config, gpu(), "float32")] == ["math"]
+    sinks = config_of(f"{DENSE} --attention-sinks")
+    assert attention_operator(sinks, gpu(), "bfloat16") == "attention_cudnn"
+    assert [row.kernel for row in chosen_rows(sinks, gpu(), "float32")] == ["math"]
     by_maximum = config_of(f"{DENSE} --qk-clip-threshold 100 --qk-clip-statistic max --no-use-flash-attn")
     assert {row.kernel for row in chosen_rows(by_maximum, gpu(), "bfloat16")} == {"math"}
 

@@ -111,7 +111,7 @@ def by_kernel(
         more = scaled if window is None else {**scaled, "window_size_left": window - 1, "window_size_right": 0}
         y, lse, *_ = flash(query, key, value, *starts, *longest, dropout, causal, False, **more)  # lse [N, T]
         if rows is not None:
-            rows.run(0, 1, lse.shape[1]).see_lse(lse[None])
+            y = rows.run(0, 1, lse.shape[1]).end(y.transpose(0, 1)[None], lse[None])[0].transpose(0, 1)
     else:
         left = -1 if window is None else window - 1  # keys before a position; -1 for all
         y = varlen_attention(query, key, value, *starts, *longest, window_size=(left, 0 if causal else -1), **scaled)

@@ -10,6 +10,7 @@ Shape letters: B batch, N query heads, S queries, L keys.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -52,11 +53,54 @@ class RowStatistic:
             raise ValueError("this form of attention gives log-sum-exps only, and the statistic is the maximum")
         self._see(lse.detach())
 
+    def softmax(self, scores: Tensor) -> Tensor:
+        """See ``RowEnd``."""
+        self.see_scores(scores)
+        return scores.softmax(-1)
+
+    def weigh(self, y: Tensor, lse: Tensor) -> Tensor:
+        """See ``RowEnd``: nothing is changed."""
+        return y
+
+    def end(self, y: Tensor, lse: Tensor) -> Tensor:
+        """See ``RowEnd``."""
+        self.see_lse(lse)
+        return y
+
     def _see(self, rows: Tensor) -> None:
         if self.counted is not None:
             rows = rows.masked_fill(~self.counted[:, None], -torch.inf)
         torch.maximum(self.largest, rows.amax((0, 2)).to(self.largest.dtype), out=self.largest)
 
 
-Rows = RowStatistic | None
-"""What counts the rows of a call of attention; None: nothing does."""
+class RowEnd(Protocol):
+    """The end of the rows of a form of attention: a statistic that counts them, or sinks (``sinks.SinkRows``)."""
+
+    @property
+    def kind(self) -> str:
+        """``LSE`` or ``MAXIMUM``: what the form must give."""
+
+    def run(self, first: int, count: int, length: int) -> RowEnd:
+        """Return the end for ``count`` samples of ``length`` rows each, from row ``first`` of all B S rows."""
+
+    def at(self, samples: slice, positions: slice) -> RowEnd:
+        """Return the end for some positions of some samples."""
+
+    def see_scores(self, scores: Tensor) -> None:
+        """Count the rows of scores [B, N, S, L]."""
+
+    def see_lse(self, lse: Tensor) -> None:
+        """Count rows by their log-sum-exps [B, N, S]."""
+
+    def softmax(self, scores: Tensor) -> Tensor:
+        """Count the rows of scores [B, N, S, L] and return the weights of their keys."""
+
+    def weigh(self, y: Tensor, lse: Tensor) -> Tensor:
+        """Return outputs y [B, N, S, V] as they are with sinks. y must be the output that the kernel saved."""
+
+    def end(self, y: Tensor, lse: Tensor) -> Tensor:
+        """Count rows, and return ``weigh`` of their outputs."""
+
+
+Rows = RowEnd | None
+"""The end of the rows of a call of attention; None: nothing is done with them."""

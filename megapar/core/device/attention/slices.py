@@ -30,7 +30,6 @@ from megapar.core.device.attention.whole import (
     call_of,
     cut_features,
     equal_head_dims,
-    pad_features,
     plain_attention,
     torch_attention,
 )
@@ -49,7 +48,8 @@ def attention_slice_merged(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 
     """Compute ``attention_slice_reference`` by the CPU's fused kernel, which has no dropout."""
     if dropout > 0.0:
         return attention_slice_reference(q, k, v, dropout=dropout, rows=rows)
-    return MergedAttention.apply(q, k, v, rows)
+    out, lse = MergedAttention.apply(q, k, v)
+    return cut_features(out if rows is None else rows.end(out, lse), v.shape[-1])
 
 
 def attention_slice_fused(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0, rows: Rows = None) -> Tensor:
@@ -141,8 +141,8 @@ class MergedAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, rows: Rows = None) -> Tensor:
-        """Compute both parts and merge them to [B, N, S, V]."""
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute both parts and merge them to [B, N, S, max(V, D)]. Also return the log-sum-exps [B, N, S]."""
         prefix, ctx.value_dim = k.shape[2] - q.shape[2], v.shape[-1]
         ctx.key_dim = q.shape[-1]
         q, k, v, ctx.scale = equal_head_dims(q, k, v)
@@ -152,20 +152,20 @@ class MergedAttention(torch.autograd.Function):
             whole = torch.logaddexp(lse, lse_before)
             shares = [(part - whole).exp().unsqueeze(-1) for part in (lse, lse_before)]
             out, lse = (out * shares[0] + before * shares[1]).to(q.dtype), whole
-        if rows is not None:
-            rows.see_lse(lse)
+        ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, out, lse)
-        return cut_features(out, ctx.value_dim)
+        return out, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return dq [B, N, S, D], dk [B, G, L, D] and dv [B, G, L, V]."""
         q, k, v, out, lse = ctx.saved_tensors
-        prefix, grad, scaled = k.shape[2] - q.shape[2], pad_features(grads[0], v.shape[-1]), {"scale": ctx.scale}
+        prefix, grad, scaled = k.shape[2] - q.shape[2], grads[0], {"scale": ctx.scale}
         dq, dk, dv = _backward(grad, q, k[:, :, prefix:], v[:, :, prefix:], out, lse, 0.0, True, **scaled)
         if prefix:
             before = _backward(grad, q, k[:, :, :prefix], v[:, :, :prefix], out, lse, 0.0, False, **scaled)
             dq = dq + before[0]
             dk, dv = torch.cat((before[1], dk), dim=2), torch.cat((before[2], dv), dim=2)
-        return cut_features(dq, ctx.key_dim), cut_features(dk, ctx.key_dim), cut_features(dv, ctx.value_dim), None
+        return cut_features(dq, ctx.key_dim), cut_features(dk, ctx.key_dim), cut_features(dv, ctx.value_dim)

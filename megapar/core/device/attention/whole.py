@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megapar.core.device.attention import table
 from megapar.core.device.attention.mask import causal_keys
-from megapar.core.device.attention.row_statistic import Rows, RowStatistic
+from megapar.core.device.attention.row_statistic import RowEnd, Rows
 from megapar.core.device.dtypes import at_least_fp32
 
 MULTIPLE = 8  # features of a head that FlashAttention takes
@@ -59,7 +59,7 @@ def attention_reference(
         form: Form of the mask in the table, without documents.
         valid: The keys of form ``MASKED``, as in ``DeviceMask``.
         dropout: Dropout probability of the attention weights.
-        rows: Counts the rows of the scores.
+        rows: Counts the rows of the scores, or gives them a sink.
     """
     visible = None
     if form in (table.CAUSAL, table.LOWER_RIGHT):
@@ -78,10 +78,8 @@ def plain_attention(
     scores = (q @ k.transpose(-1, -2)).to(at_least_fp32(q.dtype)) * q.shape[-1] ** -0.5
     if visible is not None:  # not -inf: a sample that is all padding must stay finite
         scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
-    if rows is not None:
-        rows.see_scores(scores)
-    weights = F.dropout(scores.softmax(-1).to(q.dtype), dropout, training=dropout > 0.0)
-    return weights @ v
+    weights = scores.softmax(-1) if rows is None else rows.softmax(scores)
+    return F.dropout(weights.to(q.dtype), dropout, training=dropout > 0.0) @ v
 
 
 def attention_fused(
@@ -96,7 +94,7 @@ def attention_fused(
 
 
 def _attend_with_lse(
-    q: Tensor, k: Tensor, v: Tensor, *, form: str, valid: Tensor | None, dropout: float, rows: RowStatistic
+    q: Tensor, k: Tensor, v: Tensor, *, form: str, valid: Tensor | None, dropout: float, rows: RowEnd
 ) -> Tensor:
     """Compute ``attention_fused`` by FlashAttention, or by plain products if that does not take the call.
 
@@ -106,8 +104,7 @@ def _attend_with_lse(
     if q.device.type == "cpu" and whole and not dropout:
         heads = equal_head_dims(q, k, v)
         y, lse = _cpu_forward(*heads[:3], 0.0, form == table.CAUSAL, scale=heads.scale)
-        rows.see_lse(lse)
-        return cut_features(y, v.shape[-1])
+        return cut_features(rows.end(y, lse), v.shape[-1])
     return attention_flash(q, k, v, form=form, valid=valid, dropout=dropout, rows=rows)
 
 
@@ -164,9 +161,7 @@ def attention_flash(
     q, k, v = (pad_features(x, width) for x in (q, k, v))
     causal = form in (table.CAUSAL, table.LOWER_RIGHT)  # its causal mask is aligned to the lower right
     y, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout, causal, scale=scale)
-    if rows is not None:
-        rows.see_lse(lse)
-    return cut_features(y, size)
+    return cut_features(y if rows is None else rows.end(y, lse), size)
 
 
 def attention_cudnn(
@@ -179,9 +174,7 @@ def attention_cudnn(
     needs_lse = rows is not None or (torch.is_grad_enabled() and trains)
     attend = torch.ops.aten._scaled_dot_product_cudnn_attention
     y, lse, *_ = attend(q, k, v, None, needs_lse, dropout, form == table.CAUSAL)
-    if rows is not None:
-        rows.see_lse(lse.reshape(q.shape[:3]))
-    return y
+    return y if rows is None else rows.end(y, lse.reshape(q.shape[:3]))
 
 
 def equal_head_dims(q: Tensor, k: Tensor, v: Tensor) -> EqualHeads:

@@ -41,9 +41,9 @@ def attention_window(
     """Compute causal attention whose position i attends to i - window + 1..i, by fused tiles of window x window.
 
     A GPU without FlashAttention has plain products for tiles. The mask is materialized with dropout only, which the
-    kernel of a CPU lacks. ``rows`` counts the log-sum-exps of rows, merged over their tiles. Raises ValueError for a
-    window that hides nothing. Shapes as of ``attention_reference``; q may be the last positions of k, of which those
-    before the first row's window are not read.
+    kernel of a CPU lacks. ``rows`` is the end of rows, merged over their tiles. Raises ValueError for a window that
+    hides nothing. Shapes as of ``attention_reference``; q may be the last positions of k, of which those before the
+    first row's window are not read.
     """
     queries, length = q.shape[2], k.shape[2]
     if not 0 < window < length:
@@ -53,7 +53,8 @@ def attention_window(
         return plain_attention(q, k, v, visible, dropout, rows)
     if (unseen := length - queries - window + 1) > 0:
         k, v = (x.narrow(2, unseen, length - unseen) for x in (k, v))
-    return WindowedAttention.apply(q, k, v, window, rows)
+    out, lse = WindowedAttention.apply(q, k, v, window)
+    return out if rows is None else rows.end(out, lse)
 
 
 class _Region(NamedTuple):
@@ -135,8 +136,8 @@ class WindowedAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, window: int, rows: Rows = None) -> Tensor:
-        """Compute all tiles and merge them to [B, N, S, V]."""
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, window: int) -> tuple[Tensor, Tensor]:
+        """Compute all tiles and merge them to [B, N, S, V]. Also return the log-sum-exps [B, N, S]."""
         forward, wide = block_cpu if q.is_cpu else block_reference, at_least_fp32(q.dtype)
         out = q.new_empty((*q.shape[:3], v.shape[-1]), dtype=wide)
         lse = q.new_full((*q.shape[:3], 1), -torch.inf, dtype=wide)
@@ -151,11 +152,11 @@ class WindowedAttention(torch.autograd.Function):
             whole = torch.logaddexp(sums, part_sums)
             merged.mul_((sums - whole).exp_()).add_(part * (part_sums - whole).exp_())
             sums.copy_(whole)
-        if rows is not None:
-            rows.see_lse(lse.squeeze(-1))
         ctx.window = window
+        ctx.mark_non_differentiable(lse := lse.squeeze(-1))
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, out := out.to(q.dtype), lse)
-        return out
+        return out, lse
 
     @staticmethod
     @once_differentiable
@@ -166,10 +167,10 @@ class WindowedAttention(torch.autograd.Function):
         sums = [x.new_zeros(x.shape, dtype=lse.dtype) for x in (q, k, v)]
         upstream = grads[0] if grads[0].stride(-1) == 1 else grads[0].contiguous()  # the kernel takes no other features
         for tile in _tiles(k.shape[2], window, k.shape[2] - q.shape[2]):
-            grad, own, rows = (tile.take(x, tile.queries, window) for x in (upstream, out, lse))
+            grad, own, rows = (tile.take(x, tile.queries, window) for x in (upstream, out, lse.unsqueeze(-1)))
             block = AttentionBlock(own, rows.squeeze(-1))
             parts = backward(grad, *tile.inputs(q, k, v, window), block, causal=tile.causal)
             for total, part, region in zip(sums, parts, (tile.queries, tile.keys, tile.keys), strict=True):
                 total_view = region.of(total, window)
                 total_view += tile.back(part, region)
-        return *(total.to(q.dtype) for total in sums), None, None
+        return *(total.to(q.dtype) for total in sums), None
