@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from megapar.core.comm.in_flight import CommContext
 from megapar.core.device.compiled import counted, plain
 from megapar.core.device.grouped import input_gradient_by_size, linear_by_size, row_ends, weight_gradient_by_size
-from megapar.core.device.layer_ops import clamped_swiglu, in_one_kernel
+from megapar.core.device.layer_ops import in_one_kernel
 from megapar.core.device.ops import op
 from megapar.core.recompute.replay import Replay, once
 from megapar.core.recompute.selective import without_output
@@ -209,10 +209,11 @@ class Experts(nn.Module):
 
     def _activate(self, hidden: Tensor, weights_R: Tensor | None) -> Tensor:
         # The weights are a column: a vector's length would be compiled as its number of features.
-        if self.clamped:
-            return self.run(activate_clamped, hidden, None if weights_R is None else weights_R[:, None])
+        weights_R1 = None if weights_R is None else weights_R[:, None]
         run = plain if self.gated and self.run is not plain and in_one_kernel(hidden) else self.run
-        return run(activate, hidden, self.gated, None if weights_R is None else weights_R[:, None])
+        if self.clamped:
+            return run(activate_clamped, hidden, weights_R1)
+        return run(activate, hidden, self.gated, weights_R1)
 
 
 @counted(1, 0, 1)
@@ -230,7 +231,7 @@ def activate(hidden: Tensor, gated: bool, weights_R1: Tensor | None = None) -> T
 @counted(1, 1)
 def activate_clamped(hidden: Tensor, weights_R1: Tensor | None = None) -> Tensor:
     """Apply the clamped swiglu as ``activate`` does."""
-    return clamped_swiglu(hidden.unflatten(1, (2, -1)), weights_R1)
+    return op("clamped_swiglu", hidden)(hidden.unflatten(1, (2, -1)), weights_R1)
 
 
 def _identity(x: Tensor) -> Tensor:

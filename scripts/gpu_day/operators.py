@@ -300,6 +300,7 @@ _CASES: dict[str, Callable[[Day, Callable[..., Tensor]], Iterator[Case]]] = {
     "packed_attention_slice": _packed_attention_slice,
     "rms_norm": _rms_norm,
     "swiglu": _swiglu,
+    "clamped_swiglu": _swiglu,
     "rotary": _rotary,
     "rotary_heads": _rotary_heads,
     "rotate_last": _rotate_last,

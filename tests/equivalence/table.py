@@ -1068,8 +1068,10 @@ QK_CLIP_ROWS: tuple[Row, ...] = (
 
 # A sink in each query head's softmax, drawn like the weights. Beside ROWS, as LATENT_SUITE.
 SINKS = ("--attention-sinks",)
+ROUTER_BIAS = ("--moe-router-linear-bias",)
+GPT_OSS = (*SINKS, *ROUTER_BIAS, "--add-bias-linear", "--activation", "clamped_swiglu", *TOP4)
 SINK_SUITE: tuple[Row, ...] = (
-    Row("moe", 2, (*MP2, *SP), (*SINKS, *ALTERNATING, *BOUNDARIES, *CLIPPED), 2),
+    Row("moe", 2, (*MP2, *SP), (*GPT_OSS, *ALTERNATING, *BOUNDARIES, *CLIPPED), 2),
     Row("moe", 4, (*_cp(2, "ulysses"), *_stages(2)[2]), (*SINKS, *APART, *CLIPPED), 2),
     Row("moe", 2, (*_cp(2, "ring"), *EP2, "--ampipe-degree", "2", *CROSS, *_every(1)), (*SINKS, *APART), 2),
 )
@@ -1088,6 +1090,13 @@ SINK_ROWS: tuple[Row, ...] = (
     Row("moe", 2, (*MP2, "--no-use-flash-attn"), SINKS),
     *(Row("moe", 2, layout, (*SINKS, *QK_CLIP)) for layout in (MP2, _cp(2, "ring"))),
     Row("moe", 2, MP2, (*SINKS, *QK_CLIP_BY_MAXIMUM), 2),
+    *(Row("moe", 2, layout, (*GPT_OSS, *ALTERNATING)) for layout in (MP2, EP2, *_stages(2))),
+    Row("moe", 4, (*EP2, *MP2, *SP, *EMP1), (*GPT_OSS, *CLIPPED), 2),
+    Row("moe", 4, (*EP2, *MP2, *SP), (*GPT_OSS, *DROPS), 2),
+    Row("moe", 2, ("--pp-degree", "2", *ZBV), (*GPT_OSS, *ALTERNATING), accumulation=4),
+    Row("moe", 2, (*MP2, *SP, *_every(1)), (*GPT_OSS, *AHEAD)),
+    Row("moe", 2, (*EP2, "--ampipe-degree", "2", *CROSS, *SELECTIVE), (*GPT_OSS, *DROPS)),
+    Row("gpt", 2, (*MP2, *SP, *SELECTIVE), (*SINKS, "--activation", "clamped_swiglu"), 2),
     latent_row(2, (*MP2, *SP), SINKS),
     latent_row(2, _cp(2, "ring"), (*SINKS, *APART), 2),
 )

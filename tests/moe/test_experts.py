@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from megapar.core.device.grouped import grouped_linear_fused, grouped_linear_reference
-from megapar.core.device.layer_ops import _clamped, clamped_swiglu
+from megapar.core.device.layer_ops import _clamped, clamped_swiglu_reference
 from megapar.core.tensor_parallel.weight_gradients import WeightGradients
 from megapar.moe.expert_order import weigh
 from megapar.moe.experts import Experts, grouped_linear
@@ -222,13 +222,13 @@ def test_a_clamped_activation_rounds_once_and_keeps_its_inputs_alone() -> None:
     weights = torch.rand(50, 1, generator=torch.Generator().manual_seed(5)).requires_grad_()
     kept: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
-        y = clamped_swiglu(hidden, weights)
+        y = clamped_swiglu_reference(hidden, weights)
     assert {x.data_ptr() for x in kept} == {hidden.data_ptr(), weights.data_ptr()}
     wide = hidden.detach().double().requires_grad_()
-    exact = clamped_swiglu(wide, weights.double())
+    exact = clamped_swiglu_reference(wide, weights.double())
     assert torch.equal(y, exact.to(torch.float32).bfloat16())
     found, want = torch.autograd.grad(y.float().sum(), hidden)[0], torch.autograd.grad(exact.sum(), wide)[0]
     torch.testing.assert_close(found.double(), want, rtol=2**-8, atol=1e-6)
     plainly = _clamped(wide, None)[0]
     torch.testing.assert_close(torch.autograd.grad(plainly.sum(), wide)[0],
-                               torch.autograd.grad(clamped_swiglu(wide).sum(), wide)[0])  # fmt: skip
+                               torch.autograd.grad(clamped_swiglu_reference(wide).sum(), wide)[0])  # fmt: skip

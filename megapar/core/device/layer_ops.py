@@ -50,7 +50,7 @@ def swiglu_cuda(gate_up: Tensor, weights: Tensor | None = None) -> Tensor:
         return swiglu_reference(gate_up, weights)
     y: Tensor
     if in_one_kernel(gate_up):
-        y = _RowSwiglu.apply(gate_up, weights)
+        y = _RowSwiglu.apply(gate_up, weights, False)
         return y
     y = _Swiglu.apply(gate_up)
     return y if weights is None else y * weights.to(y.dtype)
@@ -62,17 +62,18 @@ def in_one_kernel(gate_up: Tensor) -> bool:
 
 
 class _RowSwiglu(torch.autograd.Function):
-    """Swiglu by a kernel in each direction. Keeps the inputs."""
+    """Swiglu, plain or clamped, by a kernel in each direction. Keeps the inputs."""
 
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, weights: Tensor | None) -> Tensor:
+    def forward(ctx: Any, gate_up: Tensor, weights: Tensor | None, clamped: bool) -> Tensor:
         ctx.save_for_backward(gate_up, weights)
-        return triton_operators.swiglu(gate_up, weights)
+        ctx.clamped = clamped
+        return triton_operators.swiglu(gate_up, weights, clamped=clamped)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None]:
-        return triton_operators.swiglu_backward(grads[0], *ctx.saved_tensors)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return *triton_operators.swiglu_backward(grads[0], *ctx.saved_tensors, clamped=ctx.clamped), None
 
 
 class _Swiglu(torch.autograd.Function):
@@ -101,7 +102,7 @@ class _Swiglu(torch.autograd.Function):
 GATE_LIMIT, GATE_SLOPE = 7.0, 1.702  # of clamped swiglu: transformers' swiglu_limit and swiglu_alpha
 
 
-def clamped_swiglu(gate_up: Tensor, weights: Tensor | None = None) -> Tensor:
+def clamped_swiglu_reference(gate_up: Tensor, weights: Tensor | None = None) -> Tensor:
     """Compute (up + 1) gate sigmoid(1.702 gate), gate at most 7 and up from -7 to 7, then multiply by the weights.
 
     It computes in max(fp32, dtype), rounds once, and keeps its inputs alone. Source: GPT-OSS (arXiv 2508.10925).
@@ -110,6 +111,14 @@ def clamped_swiglu(gate_up: Tensor, weights: Tensor | None = None) -> Tensor:
     if torch.compiler.is_compiling():
         return _clamped(gate_up, weights)[0].to(gate_up.dtype)
     y: Tensor = _ClampedSwiglu.apply(gate_up, weights)
+    return y
+
+
+def clamped_swiglu_cuda(gate_up: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Compute ``clamped_swiglu_reference`` in one kernel in each direction, in Triton, where there is Triton."""
+    if torch.compiler.is_compiling() or not in_one_kernel(gate_up):
+        return clamped_swiglu_reference(gate_up, weights)
+    y: Tensor = _RowSwiglu.apply(gate_up, weights, True)
     return y
 
 

@@ -79,6 +79,7 @@ OPS: Mapping[str, Mapping[str, Form]] = MappingProxyType(
         ),
         "rms_norm": _forms(layer_ops.rms_norm_reference, cuda=layer_ops.rms_norm_fused, npu=ascend.rms_norm_npu),
         "swiglu": _forms(layer_ops.swiglu_reference, cuda=layer_ops.swiglu_cuda, npu=ascend.swiglu_npu),
+        "clamped_swiglu": _forms(layer_ops.clamped_swiglu_reference, cuda=layer_ops.clamped_swiglu_cuda),
         "rotary": _forms(
             rotary.rotary_reference, cpu=rotary.rotary_complex, cuda=rotary.rotary_cuda, npu=ascend.rotary_npu
         ),

@@ -110,16 +110,19 @@ def cross_entropy(logits: Tensor, labels: Tensor, dtype: torch.dtype) -> tuple[T
     return log_p, torch.ops.megapar.gradient_of_logits(logits, labels, lse, dtype)
 
 
-def swiglu(gate_up: Tensor, weights: Tensor | None) -> Tensor:
-    """Return silu(gate) * up of gate_up [.., 2, F], times weights [.., 1] if given: [.., F]."""
-    y: Tensor = torch.ops.megapar.swiglu(_rows(gate_up, 2), None if weights is None else weights.flatten())
+def swiglu(gate_up: Tensor, weights: Tensor | None, *, clamped: bool = False) -> Tensor:
+    """Return silu(gate) * up of gate_up [.., 2, F], or clamped swiglu, times weights [.., 1] if given: [.., F]."""
+    flat = None if weights is None else weights.flatten()
+    y: Tensor = torch.ops.megapar.swiglu(_rows(gate_up, 2), flat, clamped)
     return y.view(*gate_up.shape[:-2], -1)
 
 
-def swiglu_backward(gradient: Tensor, gate_up: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def swiglu_backward(
+    gradient: Tensor, gate_up: Tensor, weights: Tensor | None, *, clamped: bool = False
+) -> tuple[Tensor, Tensor | None]:
     """Return the gradients of gate_up and of the weights for the gradient of ``swiglu``."""
     flat = None if weights is None else weights.flatten()
-    d_rows, d_weights = torch.ops.megapar.swiglu_backward(_rows(gradient, 1), _rows(gate_up, 2), flat)
+    d_rows, d_weights = torch.ops.megapar.swiglu_backward(_rows(gradient, 1), _rows(gate_up, 2), flat, clamped)
     return d_rows.view(gate_up.shape), None if weights is None else d_weights.view(weights.shape)
 
 
@@ -253,11 +256,13 @@ def _new_gradient(logits: Tensor, labels: Tensor, lse: Tensor, dtype: torch.dtyp
     return logits.new_empty(logits.shape, dtype=dtype)
 
 
-def _new_activations(rows: Tensor, weights: Tensor | None) -> Tensor:
+def _new_activations(rows: Tensor, weights: Tensor | None, clamped: bool) -> Tensor:
     return rows.new_empty(rows.shape[0], rows.shape[1] // 2)
 
 
-def _new_swiglu_gradients(gradient: Tensor, rows: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
+def _new_swiglu_gradients(
+    gradient: Tensor, rows: Tensor, weights: Tensor | None, clamped: bool
+) -> tuple[Tensor, Tensor]:
     d_weights = rows.new_empty(0) if weights is None else weights.new_empty(weights.shape)
     return rows.new_empty(rows.shape), d_weights
 
@@ -383,10 +388,10 @@ _register(
     "gradient_of_logits(Tensor logits, Tensor labels, Tensor lse, ScalarType dtype) -> Tensor",
     _new_gradient,
 )
-_register("swiglu", "swiglu(Tensor rows, Tensor? weights) -> Tensor", _new_activations)
+_register("swiglu", "swiglu(Tensor rows, Tensor? weights, bool clamped) -> Tensor", _new_activations)
 _register(
     "swiglu",
-    "swiglu_backward(Tensor gradient, Tensor rows, Tensor? weights) -> (Tensor, Tensor)",
+    "swiglu_backward(Tensor gradient, Tensor rows, Tensor? weights, bool clamped) -> (Tensor, Tensor)",
     _new_swiglu_gradients,
 )
 _register("block_casts", "cast_rows(Tensor x) -> (Tensor, Tensor)", _new_rows)

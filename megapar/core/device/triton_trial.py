@@ -13,7 +13,7 @@ from torch import Tensor
 from megapar.core.device import expert_rows, fp8
 from megapar.core.device import triton_operators as kernels
 from megapar.core.device.adamw import AdamWStep, adamw_reference
-from megapar.core.device.layer_ops import cross_entropy_reference, swiglu_reference
+from megapar.core.device.layer_ops import clamped_swiglu_reference, cross_entropy_reference, swiglu_reference
 from megapar.core.device.remainders import split_master
 from megapar.core.device.rotary import rotary_heads_reference
 from megapar.core.device.tensor_piece import ShardPieces, TensorPiece
@@ -138,13 +138,15 @@ def errors(device: torch.device) -> dict[str, float]:
     gate_up = torch.randn(3, 2, 1500, generator=random).to(device, torch.bfloat16)
     weights, gradient = torch.rand(3, 1, generator=random).to(device), gate_up[:, 0]
     inputs = [x.float().requires_grad_() for x in (gate_up, weights)]
-    with torch.enable_grad():
-        y = swiglu_reference(*inputs)
-        wanted_gradients = torch.autograd.grad(y, inputs, gradient.float())
-    pairs["swiglu"] = [(kernels.swiglu(gate_up, weights), y)]
-    d_gate_up, d_weights = kernels.swiglu_backward(gradient, gate_up, weights)
-    assert d_weights is not None
-    pairs["swiglu_backward"] = list(zip((d_gate_up, d_weights), wanted_gradients, strict=True))
+    pairs |= {"swiglu": [], "swiglu_backward": []}
+    for clamped, form in ((False, swiglu_reference), (True, clamped_swiglu_reference)):
+        with torch.enable_grad():
+            y = form(*inputs)
+            wanted_gradients = torch.autograd.grad(y, inputs, gradient.float())
+        pairs["swiglu"].append((kernels.swiglu(gate_up, weights, clamped=clamped), y))
+        d_gate_up, d_weights = kernels.swiglu_backward(gradient, gate_up, weights, clamped=clamped)
+        assert d_weights is not None
+        pairs["swiglu_backward"] += zip((d_gate_up, d_weights), wanted_gradients, strict=True)
     pairs.update(_of_expert_rows(device, random))
     pairs["update_adamw"] = _of_adamw(device, random)
     if device.type != "cuda" or (torch.version.hip is None and torch.cuda.get_device_capability(device) >= CASTS_FP8):

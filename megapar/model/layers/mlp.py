@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megapar.core.device.compiled import counted, plain
-from megapar.core.device.layer_ops import clamped_swiglu, in_one_kernel
+from megapar.core.device.layer_ops import in_one_kernel
 from megapar.core.device.ops import op
 from megapar.core.recompute.replay import Replay
 from megapar.core.recompute.selective import without_output
@@ -66,8 +66,7 @@ class Mlp(nn.Module):
         first = self.up if self.gate_up is None else self.gate_up
         assert first is not None
         hidden = first(x)
-        swish = self.gate_up is not None and not self.clamped
-        run = plain if swish and self.run is not plain and in_one_kernel(hidden) else self.run
+        run = plain if self.gate_up is not None and self.run is not plain and in_one_kernel(hidden) else self.run
         if self.selective:
             return without_output(partial(run, activation), hidden, partial(self.down, onto=onto))
         return self.down(run(activation, hidden), ends_unit, onto)
@@ -88,7 +87,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
 @counted(2)
 def clamped(gate_up: Tensor) -> Tensor:
     """Return the clamped swiglu, [.., F], of gate and up in [.., 2, F]."""
-    return clamped_swiglu(gate_up)
+    return op("clamped_swiglu", gate_up)(gate_up)
 
 
 _activations = (gelu, swiglu)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megapar.core.context_parallel.blockwise import TilePlan, attend_blockwise
 from megapar.core.context_parallel.online_softmax import OnlineSoftmax, merge
 from megapar.core.context_parallel.tiles import Tile
 from megapar.core.device.attention.blocks import AttentionBlock, block_reference
 from megapar.core.device.attention.row_statistic import RowStatistic
+from megapar.core.device.attention.sinks import SinkRows
 from megapar.core.device.attention.table import FULL, LSE, MAXIMUM
 from megapar.core.device.attention.whole import attention_reference
 from tests.core.context_parallel.test_method import SIZE, draw
@@ -54,3 +56,40 @@ def test_tiles_give_the_statistic_of_whole_rows(kind):
     want = each.masked_fill(~counted[:, None], -torch.inf).amax((0, 2))
     torch.testing.assert_close(largest, want, rtol=0, atol=1e-13)
     assert (each.amax((0, 2)) > want).any()  # what does not count would show
+
+
+class Alone:
+    """A transport that has nothing to move."""
+
+    def forward(self, local, plan, compute):
+        compute(plan.local_tiles, local)
+
+    def backward(self, local, plan, compute):
+        gradients = local.zeros()
+        compute(plan.local_tiles, local, gradients)
+        return gradients
+
+
+@pytest.mark.parametrize("kind", ["", LSE, MAXIMUM])
+@pytest.mark.parametrize("flash", [False, True])
+def test_sinks_come_once_after_all_tiles(flash, kind):
+    """With or without a statistic, which is that of rows without a sink."""
+    q, k, v = (x.transpose(1, 2).contiguous().requires_grad_() for x in draw())
+    length, heads = q.shape[2], q.shape[1]
+    sinks = torch.tensor([8.0, -8.0, 0.5, 3.0], dtype=q.dtype, requires_grad=True)
+    tiles = tuple(Tile(None, range(length), keys) for keys in (range(20), range(20, 21), range(21, length)))
+    largest = torch.full((heads,), -torch.inf, dtype=q.dtype)
+    rows = SinkRows(sinks, RowStatistic(largest, kind) if kind else None)
+    if kind == MAXIMUM and flash:
+        return  # the kernel has no maxima
+    y = attend_blockwise(q, k, v, Alone(), TilePlan(tiles, (), tiles, ()), flash=flash, seen_by=rows)
+    scores = q @ k.repeat_interleave(2, 1).mT * SIZE**-0.5
+    wide = torch.cat((scores, sinks[:, None, None].expand(*scores.shape[:-1], 1)), -1)
+    want = wide.softmax(-1)[..., :-1] @ v.repeat_interleave(2, 1)
+    torch.testing.assert_close(y, want, rtol=0, atol=1e-13)
+    gradients = (torch.autograd.grad(x.square().sum(), (q, k, v, sinks), retain_graph=True) for x in (y, want))
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-11)
+    if kind:
+        each = scores.logsumexp(-1) if kind == LSE else scores.amax(-1)
+        torch.testing.assert_close(largest, each.detach().amax((0, 2)), rtol=0, atol=1e-13)

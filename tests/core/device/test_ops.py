@@ -78,7 +78,7 @@ def cases(name, dtype):
     """(tensors, keyword arguments) for one op."""
     if name == "rms_norm":
         return [((draw(0, 3, 16, dtype=dtype), draw(1, 16, dtype=dtype)), {"epsilon": 1e-5})]
-    if name == "swiglu":
+    if name in ("swiglu", "clamped_swiglu"):
         weights = torch.rand(2, 3, 1, generator=torch.Generator().manual_seed(1))
         return [((draw(0, 2, 3, 2, 16, dtype=dtype),), arguments) for arguments in ({}, {"weights": weights})]
     if name == "small_embedding":

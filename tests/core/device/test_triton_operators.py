@@ -9,7 +9,12 @@ import torch
 
 from megapar.core.comm.axis import Axis
 from megapar.core.device import ops, triton_operators, triton_trial
-from megapar.core.device.layer_ops import cross_entropy_reference, in_one_kernel, swiglu_reference
+from megapar.core.device.layer_ops import (
+    clamped_swiglu_reference,
+    cross_entropy_reference,
+    in_one_kernel,
+    swiglu_reference,
+)
 from megapar.core.device.ops import OPS
 from megapar.core.device.rotary import rotary_heads_in_one_kernel, rotary_heads_reference, rotary_reference
 from megapar.core.tensor_parallel.execution import Execution
@@ -54,14 +59,17 @@ def plain_kernels(monkeypatch):
     monkeypatch.setattr(triton_operators, "rotary_heads", rotary_heads_reference)
     monkeypatch.setattr(triton_operators, "rotary_heads_backward", backward)
 
-    def swiglu_backward(gradient, gate_up, weights):
+    def activated(gate_up, weights, *, clamped):
+        return (clamped_swiglu_reference if clamped else swiglu_reference)(gate_up, weights)
+
+    def swiglu_backward(gradient, gate_up, weights, *, clamped):
         inputs = [x.detach().requires_grad_() for x in (gate_up, weights) if x is not None]
         with torch.enable_grad():
-            found = torch.autograd.grad(swiglu_reference(*inputs), inputs, gradient)
+            found = torch.autograd.grad(activated(*(*inputs, None)[:2], clamped=clamped), inputs, gradient)
         return found[0], None if weights is None else found[1]
 
     monkeypatch.setattr(triton_operators, "cross_entropy", cross_entropy_reference)
-    monkeypatch.setattr(triton_operators, "swiglu", swiglu_reference)
+    monkeypatch.setattr(triton_operators, "swiglu", activated)
     monkeypatch.setattr(triton_operators, "swiglu_backward", swiglu_backward)
     triton_operators.use(CPU)
 
@@ -86,8 +94,8 @@ def test_operators_of_a_device_that_uses_them_call_them(monkeypatch):
 
 
 @pytest.mark.parametrize("selective", [False, True])
-@pytest.mark.parametrize("bias", [False, True])
-def test_activations_by_a_kernel_are_not_compiled_and_give_the_same_gradients(selective, bias, monkeypatch):
+@pytest.mark.parametrize(("bias", "clamped"), [(False, False), (True, False), (True, True)])
+def test_activations_by_a_kernel_are_not_compiled_and_give_the_same_gradients(selective, bias, clamped, monkeypatch):
     """Of experts and of an MLP, also where their output is computed again in the backward."""
     called = []
 
@@ -100,9 +108,10 @@ def test_activations_by_a_kernel_are_not_compiled_and_give_the_same_gradients(se
         if kernels:
             plain_kernels(monkeypatch)
         execution = Execution(run=run, selective=selective)
-        experts = Experts(8, 16, 3, gated=True, add_bias=bias, dtype=torch.float32, execution=execution)
+        form = {"gated": True, "clamped": clamped}
+        experts = Experts(8, 16, 3, **form, add_bias=bias, dtype=torch.float32, execution=execution)
         options = {"mp": Axis.single("mp"), "sequence_parallel": False, "dtype": torch.float32, "device": None}
-        mlp = Mlp(8, 16, gated=True, bias=bias, **options, execution=execution)
+        mlp = Mlp(8, 16, **form, bias=bias, **options, execution=execution)
         torch.manual_seed(0)
         for parameter in [*experts.parameters(), *mlp.parameters()]:
             torch.nn.init.normal_(parameter)

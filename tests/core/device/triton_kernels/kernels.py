@@ -31,7 +31,8 @@ _VOCABULARY = {"V": 103_424, "BLOCK": cross_entropy.BLOCK}
 _HEADS = {"*bf16": "fused q k v", "*fp32": "cos sin", "i32": "S stride"}
 _GROUPS = {"G": 8, "Q": 4, "D": 128, "ROWS": 8, "WIDTH": 128}
 
-_MLP = {"F": 1536, "BLOCK": swiglu.LARGEST_BLOCK, "WEIGHED": 1}
+_MLP = {"F": 1536, "BLOCK": swiglu.LARGEST_BLOCK, "WEIGHED": 1, "CLAMPED": 0}
+_CLAMPED_MLP = {**_MLP, "F": 2880, "CLAMPED": 1}
 _MLP_WARPS = swiglu.LARGEST_BLOCK // swiglu.ELEMENTS_OF_A_WARP
 
 _WARPS = expert_rows.WARPS
@@ -170,6 +171,15 @@ KERNELS: dict[str, dict[str, BuiltKernel]] = {
             {"*bf16": "gradient rows d_rows", "*fp32": "weights d_weights"},
             _MLP_WARPS,
             **_MLP,
+        ),
+        "clamped forward": _built(
+            swiglu._forward, {"*bf16": "rows result", "*fp32": "weights"}, _MLP_WARPS, **_CLAMPED_MLP
+        ),
+        "clamped backward": _built(
+            swiglu._backward,
+            {"*bf16": "gradient rows d_rows", "*fp32": "weights d_weights"},
+            _MLP_WARPS,
+            **_CLAMPED_MLP,
         ),
     },
 }
