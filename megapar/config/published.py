@@ -67,7 +67,7 @@ def flags_of(config: Json) -> tuple[str, dict[str, Any]]:
     """Return the model kind (moe or ernie) and the flags by field name. Raises Unsupported."""
     architecture = architecture_of(config)
     name = architecture.name
-    if reason := _other_quantization(config.get("quantization_config")):
+    if reason := _other_quantization(config.get("quantization_config"), architecture):
         raise Unsupported(f"quantization_config {reason}; pass the folder of the weights that are not quantized")
     whole = {**architecture.defaults, **config}
     if wrong := wrong_values(architecture, whole):
@@ -88,12 +88,17 @@ def flags_of(config: Json) -> tuple[str, dict[str, Any]]:
     return model_of_architecture(name).kind, flags
 
 
-def _other_quantization(quantization: Any) -> str:
-    """Return what is quantized otherwise than in FP8 (e4m3) by blocks of 128 x 128, "" for nothing."""
+def _other_quantization(quantization: Any, architecture: PublishedArchitecture) -> str:
+    """Return what is quantized otherwise than in FP8 (e4m3) by blocks of 128 x 128, or as experts in MXFP4.
+
+    "" for nothing.
+    """
     if not quantization:
         return ""
     if not isinstance(quantization, dict):
         return f"is {shown(quantization)}, where an object or null is needed"
+    if architecture.inputs_first and quantization.get("quant_method") == "mxfp4":
+        return ""
     for key, only, implied in (
         ("quant_method", "fp8", None),
         ("fmt", "e4m3", "e4m3"),

@@ -23,9 +23,13 @@ from megapar.schema.published import PublishedArchitecture
 BLOCK = 128  # rows and columns that share a scale in FP8
 SUFFIX = "_scale_inv"
 """Ending of a scale's name, behind the name of its weight."""
+PACKED, PACKED_SCALES = "_blocks", "_scales"
+"""Endings of the names of a tensor in MXFP4 and of its scales."""
+PAIRS = 16
+"""Bytes of a block in MXFP4, each of two features."""
 FP8 = "F8_E4M3"
 WEIGHTS = ("F32", "F16", "BF16", "F64")
-_READ = f"{', '.join(WEIGHTS)}, or FP8 with scales"
+_READ = f"{', '.join(WEIGHTS)}, or FP8 or MXFP4 with scales"
 _MOST_NAMES = 5  # in a message
 _MOST_PROBLEMS = 8
 
@@ -34,8 +38,10 @@ class FolderTensor(NamedTuple):
     """Location and type of a stored tensor.
 
     Attributes:
-        code: The dtype as others see it: BF16 for a tensor that is stored in FP8 by blocks.
-        scales: The file of the scales of a tensor that is stored in FP8; None for others.
+        code: The dtype as others see it: BF16 for a tensor that is stored in FP8 or MXFP4.
+        shape: The shape as others see it: that of the tensor in BF16.
+        scales: The file of the scales of a tensor that is stored in FP8 or MXFP4; None for others.
+        packed: It is stored in MXFP4.
     """
 
     file: Location
@@ -43,6 +49,7 @@ class FolderTensor(NamedTuple):
     code: str
     shape: tuple[int, ...]
     scales: Location | None = None
+    packed: bool = False
 
 
 class PublishedTensors:
@@ -72,11 +79,27 @@ class PublishedTensors:
             raise CheckpointError(f"{folder} has neither {INDEX_FILE} nor {single}")
         for name in [name for name, stored in self.tensors.items() if stored.code == FP8]:
             self._pair(name)
+        for name in [name for name, stored in self.tensors.items() if name.endswith(PACKED) and stored.code == "U8"]:
+            self._unpack(name.removesuffix(PACKED))
 
     @property
-    def in_fp8(self) -> int:
-        """Number of tensors that are stored in FP8."""
-        return sum(stored.scales is not None for stored in self.tensors.values())
+    def quantized(self) -> dict[str, int]:
+        """Numbers of tensors that are stored in FP8 and in MXFP4."""
+        kinds = ["MXFP4" if stored.packed else "FP8" for stored in self.tensors.values() if stored.scales is not None]
+        return {kind: kinds.count(kind) for kind in sorted({*kinds})}
+
+    def _unpack(self, name: str) -> None:
+        """Put a tensor in the place of its blocks and scales. Raises CheckpointError if these do not fit."""
+        blocks, scales = self.tensors.pop(name + PACKED), self.tensors.pop(name + PACKED_SCALES, None)
+        if len(blocks.shape) != 4 or blocks.shape[-1] != PAIRS:
+            wanted = f"experts, rows, blocks and {PAIRS} bytes"
+            raise CheckpointError(f"{self.folder}: {name}{PACKED} has shape {blocks.shape}, not that of {wanted}")
+        found = None if scales is None else (scales.code, scales.shape)
+        if scales is None or found != ("U8", blocks.shape[:-1]):
+            raise CheckpointError(f"{self.folder}: {name} is in MXFP4 and its scales {name}{PACKED_SCALES} are {found}")
+        experts, rows, groups, pairs = blocks.shape
+        shape = (experts, 2 * pairs * groups, rows)
+        self.tensors[name] = FolderTensor(blocks.file, name, "BF16", shape, scales.file, packed=True)
 
     def _pair(self, name: str) -> None:
         """Find the scales of a tensor in FP8. Raises CheckpointError if they are missing or misshapen."""
@@ -153,8 +176,16 @@ def stored_pieces(spec: ParameterSpec, architecture: PublishedArchitecture) -> t
     for pattern, replacement in architecture.whole:
         if re.search(pattern, spec.name):
             shape = (spec.shape[0], prod(spec.shape[1:-1]), spec.shape[-1])
+            if architecture.inputs_first:
+                biases = spec.name.endswith("_bias")
+                shape = (shape[0], prod(shape[1:])) if biases else (shape[0], shape[2], shape[1])
             return (HfPiece(re.sub(pattern, replacement, spec.name), shape, (ALL,)),)
     return spec.pieces
+
+
+def inputs_first(spec: ParameterSpec, architecture: PublishedArchitecture) -> bool:
+    """Return True if the class stores the parameter with the dims of an expert in reverse order."""
+    return architecture.inputs_first and any(re.search(pattern, spec.name) for pattern, _ in architecture.whole)
 
 
 def scale_shape(shape: Sequence[int]) -> tuple[int, ...]:

@@ -116,6 +116,8 @@ class PublishedArchitecture:
         vectors: Patterns of the table's names of tensors that are [n] in the class and [1, n] in the table.
         whole: (pattern, replacement) pairs from names of parameters to names of tensors that the class stores in one,
             and the table in pieces: a layer's experts [E, .., I], whose middle dims are one dim in the file.
+        inputs_first: These tensors have the dims of an expert in reverse order, inputs before outputs, and gate and up
+            of a feature beside each other: [E, H, F, 2], whose last dims are one dim in the file. They may be in MXFP4.
         absent: Patterns of the names that its folders do not contain; these tensors are zero here.
         absent_without: More such patterns, by the key of config.json; a pattern applies if its key is false.
         fp32: Patterns of the names that its folders contain in fp32 whatever the dtype of the others.
@@ -139,6 +141,7 @@ class PublishedArchitecture:
     renames: tuple[tuple[str, str], ...] = ()
     vectors: tuple[str, ...] = ()
     whole: tuple[tuple[str, str], ...] = ()
+    inputs_first: bool = False
     absent: tuple[str, ...] = ()
     absent_without: Mapping[str, str] = field(default_factory=dict)
     fp32: tuple[str, ...] = ()

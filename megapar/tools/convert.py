@@ -68,8 +68,8 @@ def _run(args: argparse.Namespace) -> int:
         print("no tokenizer was written: none is stored with the checkpoint. Pass one with --tokenizer-model PATH.")
     if done.drops_tokens:
         print(UNDROPPED)
-    if done.in_fp8:
-        print(f"{done.in_fp8} tensors were in FP8; they are dequantized, and exported in bf16")
+    for kind, tensors in done.quantized.items():
+        print(f"{tensors} tensors were in {kind}; they are dequantized, and exported in bf16")
     if done.carried:
         print(f"kept with the checkpoint, because the model does not use them: {', '.join(done.carried)}")
     return 0

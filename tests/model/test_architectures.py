@@ -47,6 +47,12 @@ SIZES: Mapping[str, ModelSizes] = {
         **{"first_k_dense": 0, "ffn_hidden_size": 16, "logits_scaling": 4.0, "softmax_scale": 0.3},
         moe=PLAIN,
     ),
+    "GptOssForCausalLM": replace(
+        *(MOE,),
+        **{**ALTERNATING, "num_layers": 3, "first_k_dense": 0, "ffn_hidden_size": 16, "head_dim": 12},
+        **{"attention_sinks": True, "activation": "clamped_swiglu", "add_bias_linear": True},
+        moe=replace(PLAIN, activation="clamped_swiglu", add_bias=True, linear_bias=True),
+    ),
     "Qwen3MoeForCausalLM": replace(MOE, qk_norm=True, first_k_dense=2, moe=PLAIN, layernorm_epsilon=1e-6),
     "DeepseekV2ForCausalLM": replace(
         LATENT, **LEADING, moe=replace(GROUPED, group_score_topk=1, norm_topk_prob="off", shared_experts=2)
@@ -91,6 +97,8 @@ def test_windows_are_written_as_their_classes_read_them() -> None:
     for name, windowed, lead in (("Qwen2", (1, 0, 1, 0), None), ("Qwen3", (0, 1, 1), 1)):
         config = ARCHITECTURES[f"{name}ForCausalLM"].config(settings_of(f"{name}ForCausalLM"))
         assert [config.get(key) for key in keys] == [True, 5, lead, [kinds[bool(own)] for own in windowed]]
+    gpt_oss = ARCHITECTURES["GptOssForCausalLM"].config(settings_of("GptOssForCausalLM"))
+    assert gpt_oss["layer_types"] == ["sliding_attention", "full_attention", "sliding_attention"]
     for name in ("Mistral", "Mixtral"):
         config = ARCHITECTURES[f"{name}ForCausalLM"].config(settings_of(f"{name}ForCausalLM"))
         assert [config.get(key) for key in keys] == [None, 5, None, None]

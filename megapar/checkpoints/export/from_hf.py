@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -49,7 +49,7 @@ class Converted:
         bytes: Size of the weights in bytes.
         carried: Tensors that the model has no place for, copied as they are.
         tokenizer: True if the folder has a tokenizer.
-        in_fp8: Tensors that were stored in FP8 and are now dequantized.
+        quantized: Numbers of tensors that were stored in FP8 or MXFP4 and are now dequantized.
         drops_tokens: True if the run dropped tokens over the capacity, which the exported model does not.
     """
 
@@ -60,7 +60,7 @@ class Converted:
     carried: tuple[str, ...]
     tokenizer: bool
     drops_tokens: bool = False
-    in_fp8: int = 0
+    quantized: Mapping[str, int] = field(default_factory=dict)
 
 
 def refuse_foreign(source: Location) -> None:
@@ -107,7 +107,7 @@ def hf_to_megapar(source: str | os.PathLike[str], out: Place) -> Converted:
         num_bytes = _write_checkpoint(aside, weights, architecture, sizes, table)
         tokenizer = has_tokenizer(aside / BESIDE)
         counts = len(table), num_bytes
-        return Converted(out, architecture, *counts, tuple(foreign), tokenizer, in_fp8=weights.in_fp8)
+        return Converted(out, architecture, *counts, tuple(foreign), tokenizer, quantized=weights.quantized)
 
     return written_aside(out, write)
 
@@ -244,10 +244,8 @@ def load_hf(folder: Place, job: Job) -> tuple[str, ...]:
             weights.fill(buffers[spec.name], spec, Box.whole(spec.shape), architecture)
     job.sharding.start_param_gather()
     notes = [f"weights: {folder} ({architecture.name})"]
-    if weights.in_fp8:
-        notes.append(
-            f"{weights.in_fp8} tensors of {folder} are in FP8; they are dequantized, and never exported in FP8"
-        )
+    for kind, count in weights.quantized.items():
+        notes.append(f"{count} tensors of {folder} are in {kind}; they are dequantized, and never exported in {kind}")
     if foreign:
         notes.append(f"{len(foreign)} tensors of {folder} have no place in the model: {some(foreign)}")
     notes += [f"{folder} has no {block.name}; training starts from its initial weights" for block in lacking]

@@ -36,10 +36,10 @@ from megapar.files.tensor_file import CONFIG_FILE, INDEX_FILE, weights_name
 from megapar.model.architectures import ARCHITECTURES, not_exportable, own_architecture
 from megapar.model.hugging_face.folder import HfFolder
 from megapar.model.hugging_face.save import SHARD_BYTES, config_of
-from megapar.model.hugging_face.tensors import rotated_dim, to_halves
+from megapar.model.hugging_face.tensors import reversed_dims, rotated_dim, to_halves
 from megapar.model.initialize import piece_box
 from megapar.model.parameter import HfPiece, ParameterSpec
-from megapar.model.published_tensors import pieces_of, some
+from megapar.model.published_tensors import inputs_first, pieces_of, some
 from megapar.model.sizes import ModelSizes
 from megapar.model.spec import STORED, spec_of, table_of
 from megapar.schema.published import PublishedArchitecture
@@ -208,6 +208,12 @@ def _write_hf(
         name = copies.get(name, name)
         spec, piece = pieces[name]
         rotated = rotated_dim(architecture, spec, piece)
+        if inputs_first(spec, architecture):
+            for number in range(spec.shape[0]):
+                yield (
+                    reversed_dims(saved.read(spec, Box.at(spec.shape, (number,)))).to(by_name[name].dtype).contiguous()
+                )
+            return
         for slab in piece_box(spec, piece).slabs(shards.BLOCK_BYTES // torch.float32.itemsize, rotated):
             part = saved.read(spec, slab)
             yield (part if rotated is None else to_halves(part, rotated, spec.rotated)).to(by_name[name].dtype)

@@ -116,13 +116,11 @@ def _sliding(config: Json) -> tuple[bool, ...]:
     return tuple(number >= config["max_window_layers"] for number in range(layers))
 
 
-def _qwen_window(config: Json) -> str:
-    return window_text(config["sliding_window"] if any(_sliding(config)) else None)
-
-
-def _qwen_skipped(config: Json) -> str:
-    sliding = _sliding(config)
-    return skip_text((*sliding, sliding[-1])) if any(sliding) else NO_FULL
+def _alternating(config: Json) -> tuple[bool, ...]:
+    """Return for each layer of GPT-OSS whether it has the window: those listed, or every second one from the first."""
+    layers = config["num_hidden_layers"]
+    kinds = config.get("layer_types") or ["sliding_attention", "full_attention"] * layers
+    return tuple(kind == "sliding_attention" for kind in kinds[:layers])
 
 
 def _windowed(settings: Settings) -> tuple[bool, ...]:
@@ -140,6 +138,10 @@ def _kinds(settings: Settings) -> list[str] | None:
     return ["sliding_attention" if own else "full_attention" for own in _windowed(settings)] or None
 
 
+def _every_kind(settings: Settings) -> list[str]:
+    return _kinds(settings) or ["full_attention"] * settings["num_layers"]
+
+
 def _full_lead(settings: Settings) -> int | None:
     """Return the number of full layers before those with a window; None without, or with full layers after one."""
     windowed = _windowed(settings)
@@ -154,7 +156,9 @@ def _wrong_kinds(config: Json) -> str:
     if len(kinds) != layers or not set(kinds) <= {"full_attention", "sliding_attention"}:
         return f"and only a list of full_attention and sliding_attention for its {layers} layers is supported"
     return (
-        "" if config["use_sliding_window"] or "sliding_attention" not in kinds else "but use_sliding_window is not true"
+        ""
+        if config.get("use_sliding_window", True) or "sliding_attention" not in kinds
+        else "but use_sliding_window is not true"
     )
 
 
@@ -168,11 +172,28 @@ def _mixed_kinds(config: Json) -> str:
     return "" if set(config.get("layer_types") or []) <= {kind} else "but the layers of this class are all alike"
 
 
-def _of_both(name: str, legal: Check, from_flags: Callable[[Settings], Any], **more: Any) -> tuple[Setting, Setting]:
-    """Return the settings of a key that a change of the window, or of its layers, changes."""
+def _of_both(
+    name: str,
+    legal: Check,
+    from_flags: Callable[[Settings], Any],
+    sliding: Callable[[Json], tuple[bool, ...]] = _sliding,
+    **more: Any,
+) -> tuple[Setting, Setting]:
+    """Return the settings of a key that a change of the window, or of its layers, changes.
+
+    sliding: Returns for each layer whether it has the window.
+    """
+
+    def window(config: Json) -> str:
+        return window_text(config["sliding_window"] if any(sliding(config)) else None)
+
+    def skipped(config: Json) -> str:
+        layers = sliding(config)
+        return skip_text((*layers, layers[-1])) if any(layers) else NO_FULL
+
     return (
-        Setting(name, legal, "window_size", to_flag=_qwen_window, from_flags=from_flags, **more),
-        Setting(name, legal, "window_attn_skip_freq", to_flag=_qwen_skipped, from_flags=from_flags, **more),
+        Setting(name, legal, "window_size", to_flag=window, from_flags=from_flags, **more),
+        Setting(name, legal, "window_attn_skip_freq", to_flag=skipped, from_flags=from_flags, **more),
     )
 
 
@@ -191,6 +212,11 @@ QWEN_WINDOWS = (
     *_of_both("use_sliding_window", true_or_false, lambda s: bool(_windowed(s)), implied=False, refused=_sizeless),
     *_of_both("max_window_layers", COUNT, _full_lead, implied=None),
     *_of_both("layer_types", anything, _kinds, implied=None, refused=_wrong_kinds),
+)
+UNUSED_WINDOW = 128  # the class needs a number if no layer has a window, too
+ALTERNATING_WINDOWS = (
+    *_of_both("sliding_window", SIZE, lambda settings: _window(settings) or UNUSED_WINDOW, _alternating),
+    *_of_both("layer_types", anything, _every_kind, _alternating, refused=_wrong_kinds),
 )
 OUTPUT = (
     Setting(
@@ -220,6 +246,11 @@ MULTIPLIERS = (
     ),
     Setting("residual_multiplier", POSITIVE, "residual_multiplier"),
     Setting("logits_scaling", POSITIVE, "logits_scaling"),
+)
+CLAMPED = (
+    Setting("attention_bias", true_or_false, only=True),
+    Setting("swiglu_limit", POSITIVE, only=7.0, implied=7.0),
+    Setting("swiglu_alpha", POSITIVE, only=1.702, implied=1.702),
 )
 NO_ATTENTION_BIAS = Setting("attention_bias", true_or_false, only=False)
 MTP = Setting(

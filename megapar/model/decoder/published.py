@@ -15,8 +15,10 @@ from megapar.model.decoder.deepseek_keys import (
     block_copies,
 )
 from megapar.model.decoder.keys import (
+    ALTERNATING_WINDOWS,
     ATTENTION,
     BIASES,
+    CLAMPED,
     DECODER,
     DENSE_WIDTH,
     ERNIE_EXPERTS,
@@ -361,6 +363,52 @@ GRANITE_MOE = llama_like(
     specific=(*ERNIE4_5_MOE.specific, limits.MULTIPLIERS),
     remark="a layer's experts in two tensors; factors on embeddings, attention scores, outputs of layers and logits",
 )
+GPT_OSS_LIMITS = (
+    limits.SINKS, limits.GPT_OSS_BLOCK, limits.EXPERTS, limits.WHOLE_HEADS_ROTATED, limits.PLAIN_ROUTING,
+    limits.ONE_EXPERT_SIZE, *PLAIN_BLOCK, limits.NO_QK_NORM, limits.NO_QKV_BIAS, *NO_SHARED, limits.ALL_EXPERTS,
+    limits.DIVIDED_WEIGHTS, limits.NO_MTP, limits.NO_CORRECTION_BIAS,
+)  # fmt: skip
+GPT_OSS_YARN = {
+    **{"rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "original_max_position_embeddings": 4096},
+    **{"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+}
+GPT_OSS = llama_like(
+    name="GptOssForCausalLM",
+    model_type="gpt_oss",
+    settings=with_windows((*VOCABULARY, *ATTENTION, *OUTPUT, *MIXTRAL_EXPERTS, *CLAMPED), ALTERNATING_WINDOWS),
+    defaults={
+        **{**DEFAULTS, "rope_theta": 150000.0},
+        "rope_parameters": GPT_OSS_YARN,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "sliding_window": 128,
+        "attention_bias": True,
+        "num_experts_per_tok": 4,
+        "swiglu_limit": 7.0,
+        "swiglu_alpha": 1.702,
+    },
+    flags={
+        **EXPERT_FLAGS,
+        "activation": "clamped_swiglu",
+        "add_bias_linear": True,
+        "attention_sinks": True,
+        "moe_router_linear_bias": True,
+    },
+    limits=GPT_OSS_LIMITS,
+    renames=((r"\.mlp\.gate\.(weight|bias)$", r".mlp.router.\1"),),
+    whole=tuple(
+        (rf"^layers\.(\d+)\.moe\.experts\.{part}{kind}$", rf"model.layers.\1.mlp.experts.{part}_proj{kind}")
+        for part in ("gate_up", "down")
+        for kind in ("", "_bias")
+    ),
+    inputs_first=True,
+    absent=(_BIAS,),
+    specific=(*ERNIE4_5_MOE.specific, limits.SINKS),
+    remark="sinks, a window in some layers, clamped swiglu, biases everywhere; a layer's experts in one tensor of each "
+    "kind, also in MXFP4",
+)
 LATENT_FLAGS = {**EXPERT_FLAGS, "multi_latent_attention": True, "attention_latent_norm_epsilon": 1e-6}
 LEADING_AND_SHARED = (
     limits.SHARED_EXPERTS, limits.WHOLE_SHARED_EXPERTS, limits.NO_SHARED_GATE, limits.LEADING_DENSE,
@@ -476,7 +524,7 @@ GLM4_MOE = llama_like(
     "`num_hidden_layers`",
 )
 OWN = (
-    DEEPSEEK_V3, DEEPSEEK_V2, GLM4_MOE, OLMOE, QWEN3_MOE, GRANITE_MOE, QWEN2_MOE, MIXTRAL, ERNIE4_5_MOE, OLMO2,
+    GPT_OSS, DEEPSEEK_V3, DEEPSEEK_V2, GLM4_MOE, OLMOE, QWEN3_MOE, GRANITE_MOE, QWEN2_MOE, MIXTRAL, ERNIE4_5_MOE, OLMO2,
     QWEN2, QWEN3, GRANITE, MISTRAL, ERNIE4_5,
 )  # fmt: skip
 """Classes that a model of megapar's own is saved as: as the first of them whose ``specific`` limits it is within."""

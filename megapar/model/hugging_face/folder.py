@@ -12,17 +12,29 @@ from megapar.checkpoints.format.shards import DTYPES_BY_CODE, ShardFile
 from megapar.core.box import Box
 from megapar.errors import CheckpointError
 from megapar.files.tensor_file import ITEM_BYTES
-from megapar.model.hugging_face.tensors import dequantized, rotated_dim, stored_rows, to_pairs
+from megapar.model.hugging_face.tensors import dequantized, reversed_dims, rotated_dim, stored_rows, to_pairs, unpacked
 from megapar.model.initialize import piece_box
 from megapar.model.parameter import ParameterSpec
-from megapar.model.published_tensors import FP8, SUFFIX, PublishedTensors, scale_shape, stored_pieces
+from megapar.model.published_tensors import (
+    FP8,
+    PACKED,
+    PACKED_SCALES,
+    PAIRS,
+    SUFFIX,
+    PublishedTensors,
+    inputs_first,
+    scale_shape,
+    stored_pieces,
+)
 from megapar.schema.published import PublishedArchitecture
 
 BLOCK_BYTES = 16 << 20
 
 
 class HfFolder(PublishedTensors):
-    """Tensors of a folder, which are read in parts; those in FP8 by blocks are dequantized as they are read."""
+    """Tensors of a folder, which are read in parts; those in FP8 or MXFP4 are dequantized as they are read."""
+
+    _latest: tuple[tuple[str, int], Tensor] | None = None  # the expert that was read last
 
     def check_tied(
         self,
@@ -101,6 +113,9 @@ class HfFolder(PublishedTensors):
             name = architecture.hf_name(piece.hf_name)
             if name is None:
                 out.zero_()
+            elif inputs_first(spec, architecture):
+                for row, number in zip(out, range(part.offsets[0], part.offsets[0] + part.sizes[0]), strict=True):
+                    row.copy_(self._expert_of(name, region.sizes, number)[part.slices[1:]])
             else:
                 out.copy_(self._part(name, region, part, rotated_dim(architecture, spec, piece), spec.rotated))
 
@@ -119,8 +134,41 @@ class HfFolder(PublishedTensors):
             return out
         return to_pairs(out, rotated, leading)[part.within(read)]
 
+    def _expert_of(self, name: str, sizes: tuple[int, ...], number: int) -> Tensor:
+        """Return ``_expert``, kept for the next part of the same one."""
+        if self._latest is None or self._latest[0] != (name, number):
+            self._latest = None  # first, so that there is one at a time
+            self._latest = (name, number), self._expert(name, sizes, number)
+        return self._latest[1]
+
+    def _expert(self, name: str, sizes: tuple[int, ...], number: int) -> Tensor:
+        """Read expert ``number`` of a parameter [sizes] that is stored with inputs first."""
+        reverse = (sizes[0], *reversed(sizes[1:]))
+        if self.tensors[name].packed:
+            return reversed_dims(self._unpacked(name, number).view(1, *reverse[1:]))[0]
+        place = Box((number, *(0,) * len(reverse[1:])), (1, *reverse[1:]))
+        return reversed_dims(self._read(name, Box.whole(reverse), place))[0]
+
+    def _unpacked(self, name: str, number: int) -> Tensor:
+        """Read expert ``number`` of a tensor in MXFP4, as [inputs, outputs] in bfloat16."""
+        stored, parts = self.tensors[name], []
+        experts, columns, rows = stored.shape
+        sizes = (rows, columns // (2 * PAIRS))
+        for file, ending, more in ((stored.file, PACKED, (PAIRS,)), (stored.scales, PACKED_SCALES, ())):
+            assert file is not None
+            shape = (*sizes, *more)
+            out = torch.empty((1, *shape), dtype=torch.uint8)
+            with ShardFile(file) as open_file:
+                open_file.read(
+                    name + ending, Box.whole((experts, *shape)), Box((number, *(0,) * len(shape)), out.shape), out
+                )
+            parts.append(out[0])
+        return unpacked(parts[0], parts[1]).t().contiguous()
+
     def whole(self, name: str) -> Tensor:
-        """Read one tensor as it is stored; in bfloat16 if that is FP8."""
+        """Read one tensor as it is stored; in bfloat16 if that is FP8 or MXFP4."""
+        if self.tensors[name].packed:
+            return torch.stack([self._unpacked(name, number) for number in range(self.tensors[name].shape[0])])
         return self._block(name, Box.whole(self.tensors[name].shape))
 
 

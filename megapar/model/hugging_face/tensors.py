@@ -1,10 +1,17 @@
-"""Forms of a published architecture's tensors, relative to the parameter table: order of rows, and FP8 by blocks.
+"""Forms of a published architecture's tensors, relative to the parameter table: order of rows and dims, FP8, MXFP4.
 
 DeepSeek-V3 and Kimi-K2 publish weights in FP8 (e4m3) by blocks of 128 x 128:
 
     weight [R, C] in float8_e4m3fn | weight_scale_inv [ceil(R / 128), ceil(C / 128)] in float32: value = weight * scale
 
 Blocks at the lower and right edges are smaller. Source: DeepSeek-V3 (arXiv 2412.19437, section 3.3.2).
+
+GPT-OSS publishes experts in MXFP4, a scale for each 32 input features:
+
+    blocks [E, R, C / 32, 16] in uint8, two numbers a byte, the first in its low bits | scales [E, R, C / 32] in uint8
+    number: sign, two bits of exponent, one of mantissa | value = number * 2^(scale - 127)
+
+Source: OCP Microscaling Formats (MX) Specification 1.0, sections 5.3.3 and 5.4.1.
 """
 
 from __future__ import annotations
@@ -18,9 +25,12 @@ from megapar.core.box import Box
 from megapar.errors import CheckpointError
 from megapar.model.initialize import piece_box
 from megapar.model.parameter import HfPiece, ParameterSpec
-from megapar.model.published_tensors import BLOCK
+from megapar.model.published_tensors import BLOCK, inputs_first
 from megapar.schema.published import PublishedArchitecture
 
+_HALVES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1 = (*_HALVES, *(-value for value in _HALVES))
+"""The number of each code of four bits."""
 _ROTATED = re.compile(r"\.([qk])(_proj\.(weight|bias)|_norm\.weight)$")
 
 
@@ -35,7 +45,21 @@ def export_piece(
     name, rotated = architecture.hf_name(piece.hf_name), rotated_dim(architecture, spec, piece)
     if name is None and bool(part.any()):
         raise CheckpointError(f"{spec.name} is not zero, and {architecture.name} has no place for it")
+    if inputs_first(spec, architecture):
+        return name, reversed_dims(part)
     return name, part if rotated is None else to_halves(part, rotated, spec.rotated)
+
+
+def reversed_dims(x: Tensor) -> Tensor:
+    """Return a view of experts [E, ..] with the dims of an expert in reverse order. Its inverse is itself."""
+    return x.permute(0, *range(x.dim() - 1, 0, -1))
+
+
+def unpacked(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Return the numbers of blocks [.., C / 32, 16] in MXFP4 with scales [.., C / 32] as [.., C] in bfloat16."""
+    codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2).to(torch.int32)
+    numbers = torch.tensor(E2M1, dtype=torch.bfloat16)[codes]
+    return torch.ldexp(numbers, scales.to(torch.int32).unsqueeze(-1) - 127).to(torch.bfloat16).flatten(-2)
 
 
 def rotated_dim(architecture: PublishedArchitecture, spec: ParameterSpec, piece: HfPiece) -> int | None:

@@ -100,6 +100,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         **{**SMALL_EXPERTS, "num_local_experts": 4, "attention_multiplier": 0.3, "embedding_multiplier": 2.5},
         **{"residual_multiplier": 0.7, "logits_scaling": 1.5},
     },
+    "GptOss": {**SMALL_EXPERTS, "head_dim": 12, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 3},
     "Qwen3Moe": {**DECODER, **QWEN, "head_dim": 12, "mlp_only_layers": [0]},
 }
 

@@ -263,6 +263,24 @@ ROWS = (
         refused=({"hidden_act": "gelu"}, {"attention_bias": True}),
     ),
     Row(
+        "GptOss",
+        "GptOssForCausalLM",
+        {
+            **{**DECODER, **HEAD, "num_local_experts": 7, "num_experts_per_tok": 3, "sliding_window": 2},
+            "rope_parameters": {**YARN, "truncate": False},
+        },
+        refused=({"attention_bias": False}, {"swiglu_limit": 6.0}, {"layer_types": ["chunked_attention"] * 3}),
+    ),
+    Row(
+        "GptOss, no window",
+        "GptOssForCausalLM",
+        {
+            **{**DECODER, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 1, "tie_word_embeddings": True},
+            **{"layer_types": ["full_attention"] * 3, "rms_norm_eps": 1e-3},
+        },
+        refused=({"swiglu_alpha": 1.0}, {"sliding_window": None}),
+    ),
+    Row(
         "Mixtral, one choice",
         "MixtralForCausalLM",
         {**DECODER, **HEAD, "num_local_experts": 7, "num_experts_per_tok": 1, "sliding_window": None},

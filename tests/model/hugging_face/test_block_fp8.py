@@ -101,7 +101,7 @@ def test_rows_of_a_part_in_the_parameter_s_dims() -> None:
 def test_every_parameter_is_the_one_of_the_plain_folder(pieces: int, folders: tuple[Path, Path]) -> None:
     architecture, sizes = published(folders[0])
     coded, plain = HfFolder(folders[0]), HfFolder(folders[1])
-    assert coded.in_fp8 == sum("proj" in name for name in plain.tensors) > 0
+    assert coded.quantized == {"FP8": sum("proj" in name for name in plain.tensors)}
     assert set(coded.tensors) == set(plain.tensors)
     assert coded.check(table_of(sizes), architecture) == []
     for spec in table_of(sizes):
@@ -129,7 +129,7 @@ def test_a_run_has_the_logits_of_the_plain_folder(folders: tuple[Path, Path]) ->
 
 def test_it_is_written_in_bf16_without_the_setting(folders: tuple[Path, Path], tmp_path: Path) -> None:
     done = hf_to_megapar(folders[0], tmp_path / "made")
-    assert done.in_fp8 > 0
+    assert done.quantized["FP8"] > 0
     assert done.carried == ()
     megapar_to_hf(tmp_path / "made", tmp_path / "back")
     plain, back = (load_file(folder / "model.safetensors") for folder in (folders[1], tmp_path / "back"))

@@ -26,7 +26,7 @@ from megapar.model.hugging_face.folder import HfFolder
 from megapar.model.spec import parameter_counts, table_of
 
 FILES = sorted((Path(__file__).parent / "published").glob("*.yaml"))
-BYTES = {"BF16": 2, "F32": 4, "F8_E4M3": 1}
+BYTES = {"BF16": 2, "F32": 4, "F8_E4M3": 1, "U8": 1}
 UNREAD = re.compile(
     r"\.rotary_emb\.inv_freq$|\.weight_scale_inv$"
 )  # a buffer that is computed; scales of other tensors

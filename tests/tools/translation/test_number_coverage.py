@@ -50,7 +50,8 @@ HELD = {
         use-sp-callback
     """,
     "model/conformance/test_conformance.py::test_conformance": """
-        --moe-router-pre-softmax --multi-latent-attention --no-norm-topk-prob --norm-topk-prob
+        --attention-sinks --moe-router-linear-bias --moe-router-pre-softmax --multi-latent-attention
+        --no-norm-topk-prob --norm-topk-prob
     """,
     "model/decoder/test_mtp.py::test_loss_by_hand": "--mtp-depth --mtp-loss-weight",
     "model/decoder/test_mtp_layer.py::test_the_published_block_by_its_formula": "--mtp-block",
