@@ -156,6 +156,9 @@ class _ExpertLayer:
         inside_bytes = e * inside * F * (2 if moe.gated or experts_weigh else 1)
         inside_bytes += 0.0 if kept else activated + unweighed  # made again
         inside_bytes /= view.ampipe_degree
+        # Biases are a row for each row of tokens; the second ones are kept for the gradients of the gate weights.
+        up_biases, down_biases = (2 * e * inside * columns, e * inside * H) if moe.add_bias else (0.0, 0.0)
+        kept_biases = (INDEX_BYTES * inside if moe.add_bias else 0.0) + (down_biases if experts_weigh else 0.0)
         messages = rows * H if view.ep > 1 else 0
         outer = 3 * e * rows * H + self.passing
         return [
@@ -165,15 +168,15 @@ class _ExpertLayer:
                 (Product(inside, H, round(columns), local, mlp=True, fp8="fp8_experts"),),
                 moved=e * inside * (H + columns),
                 sent=tuple(self._sent_over_emp()),
-                transient=e * inside * H / view.ampipe_degree + self.passing,
+                transient=(e * inside * H + up_biases) / view.ampipe_degree + self.passing,
             ),
             OpCost("activation", kept, moved=e * inside * (columns + F), transient=inside_bytes + self.passing),
             OpCost(
                 "down",
-                0.0,
+                kept_biases,
                 (Product(inside, round(F), H, local, mlp=True, fp8="fp8_experts"),),
-                moved=e * inside * (H + F) + 2 * e * rows * H + 2 * weighed,
-                transient=e * (inside * (F + H) + messages) / view.ampipe_degree + self.passing,
+                moved=e * inside * (H + F) + 2 * e * rows * H + 2 * weighed + up_biases + 2 * down_biases,
+                transient=(e * (inside * (F + H) + messages) + down_biases) / view.ampipe_degree + self.passing,
                 working=self.outputs,
             ),
             # Their gradient in the order of the experts, weighed, and multiplied by the outputs for the weights'.

@@ -21,6 +21,7 @@ from megapar.core.attention_mask import AttentionMask
 from megapar.core.device.adamw import AdamWStep
 from megapar.core.device.attention.blocks import AttentionBlock, block_backward_reference, block_reference
 from megapar.core.device.attention.mask import DeviceMask
+from megapar.core.device.attention.sinks import SinkRows
 from megapar.core.device.attention.slices import attention_slice_reference
 from megapar.core.device.attention.table import CAUSAL, FULL, MASKED
 from megapar.core.device.attention.whole import HeadWidths, attention_reference
@@ -61,6 +62,9 @@ class Case(NamedTuple):
     more: dict[str, Any]
 
 
+_WITH_SINKS = ("attention_flash", "attention_cudnn", "attention_slice", "packed_attention", "packed_attention_slice")
+
+
 def run(day: Day) -> None:
     """Compare all entries in all dtypes, the attention kernels, and the blocks of ring attention."""
     torch.manual_seed(0)
@@ -75,6 +79,11 @@ def run(day: Day) -> None:
             for case in cases(name, day, dtype):
                 work = partial(compare, form, reference, case, TOLERANCE[dtype])
                 day.attempt(f"{name}: {case.name}, {named}", work)
+                if name in _WITH_SINKS:
+                    sinks = torch.linspace(-8, 8, 8, device=day.place).to(dtype).requires_grad_()
+                    sunk = Case(case.name, (*case.tensors, sinks), case.more)
+                    work = partial(compare, _with_sinks(form), _with_sinks(reference), sunk, TOLERANCE[dtype])
+                    day.attempt(f"{name}: {case.name}, sinks, {named}", work)
         day.attempt(f"cross_entropy: {named}", partial(entropy, day, dtype))
         for score in SCORES:
             day.attempt(f"route: {score}, {named}", partial(routes, day, dtype, score))
@@ -99,6 +108,15 @@ def _form(name: str, day: Day, dtype: torch.dtype) -> Callable[..., Tensor]:
         return by_size(left, right, counts_E.tolist())
 
     return form
+
+
+def _with_sinks(form: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a form of attention that takes sinks after queries, keys and values."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, **more: Any) -> Tensor:
+        return form(q, k, v, rows=SinkRows(sinks), **more)
+
+    return attend
 
 
 def compare(form: Callable[..., Tensor], reference: Callable[..., Tensor], case: Case, tolerance: float) -> Answer:

@@ -268,6 +268,7 @@ BF16_ROWS = _rounding(ROWS)
 OTHER_BF16_ROWS = [
     *(row for rows in (ALL_LATENT_ROWS, NODE_ROWS, MOVED_ROWS) for row in _rounding(rows, ())),
     *_rounding(WINDOW_ROWS, WINDOW_SUITE[:1]),
+    *_rounding(SINK_ROWS, SINK_SUITE[:1]),
 ]
 
 

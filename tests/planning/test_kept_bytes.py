@@ -23,6 +23,9 @@ MOE += " --num-attention-heads 8 --moe-model-type megatron_moe --moe-aux-loss-co
 PLAIN = "--position-embedding-type learned --activation gelu --normalization layernorm --add-bias-linear"
 
 
+GPT_OSS = "--attention-sinks --activation clamped_swiglu --moe-router-linear-bias --add-bias-linear"
+
+
 def saved(flags: str, layers: int, capability: tuple[int, int]) -> int:
     """Bytes of all storages that autograd saves in a step, without the parameters."""
     config = traceable(parse("moe", [*flags.split(), "--num-layers", str(layers)], {}), 0)
@@ -59,6 +62,10 @@ def saved_by_a_layer(rank: int, world_size: int, rendezvous: str, flags: str, ca
         (f"{DENSE} --bf16 --recompute-granularity selective", "h200-141g"),
         (f"{DENSE} --bf16 {PLAIN}", "h200-141g"),
         (f"{MOE} --bf16 --num-query-groups 2", "h200-141g"),
+        (f"{DENSE} --bf16 --num-query-groups 2 --attention-sinks", "h200-141g"),
+        (f"{DENSE} --bf16 --activation clamped_swiglu", "h200-141g"),
+        (f"{MOE} --bf16 --activation clamped_swiglu --moe-router-linear-bias", "h200-141g"),
+        (f"{MOE} --bf16 {GPT_OSS}", "h200-141g"),
     ],
 )
 def test_a_layer_keeps_what_autograd_saves(flags: str, kind: str) -> None:

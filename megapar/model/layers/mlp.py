@@ -50,7 +50,8 @@ class Mlp(nn.Module):
             **options,
         )
         execution = options.get("execution", DEFAULT)
-        self.run, self.selective, self.clamped = execution.run, execution.selective, clamped
+        self.run, self.selective = execution.run, execution.selective
+        self.activation = (clamped_swiglu if clamped else swiglu) if gated else gelu
         self.gate_up = first if gated else None
         self.up = None if gated else first
         self.down = RowLinear(ffn_hidden_size, hidden_size, bias=bias, **options)
@@ -62,7 +63,7 @@ class Mlp(nn.Module):
             ends_unit: The recomputed unit whose output is made here; its recomputation skips the last product.
             onto: A sum [B S(/mp), H] to add the output to, which is returned in its place (``RowLinear``).
         """
-        activation = clamped if self.clamped else _activations[self.gate_up is not None]
+        activation = self.activation
         first = self.up if self.gate_up is None else self.gate_up
         assert first is not None
         hidden = first(x)
@@ -85,12 +86,9 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 
 @counted(2)
-def clamped(gate_up: Tensor) -> Tensor:
+def clamped_swiglu(gate_up: Tensor) -> Tensor:
     """Return the clamped swiglu, [.., F], of gate and up in [.., 2, F]."""
     return op("clamped_swiglu", gate_up)(gate_up)
-
-
-_activations = (gelu, swiglu)
 
 
 class TokenGatedMlp(Mlp):

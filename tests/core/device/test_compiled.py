@@ -31,6 +31,14 @@ CASES = {
         BIASED_MOE,
         {*ATTENTION, "rms_norm", "add_rms_norm", "gelu", "score", "choose", "activate"},
     ),
+    "gpt-oss": (  # sinks are the end of what attention runs uncompiled
+        replace(
+            *(MOE,),
+            **{"attention_sinks": True, "activation": "clamped_swiglu"},
+            moe=replace(MOE.moe, activation="clamped_swiglu", linear_bias=True),
+        ),
+        {"rotated_heads", "rms_norm", "add_rms_norm", "clamped_swiglu", "score", "choose", "activate_clamped"},
+    ),
     "ernie": (ERNIE, {"attend", "layer_norm", "add_layer_norm", "gelu"}),
 }
 
