@@ -138,7 +138,7 @@ NO_WINDOW = Limit(
     id="hf-window",
     reads=("window_size", "window_attn_skip_freq"),
     within=lambda f: window_or_none(f.window_size) == 0,
-    message="no layer of this class has a window; those of Mistral, Mixtral, Qwen2 and Qwen3 have",
+    message="no layer of this class has a window; those of GptOss, Mistral, Mixtral, Qwen2 and Qwen3 have",
     instead="Or train without --window-size.",
     passing="--num-experts 0 --window-size 4",
     failing="--qk-norm --window-size 4",
