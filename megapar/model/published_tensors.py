@@ -175,7 +175,7 @@ def stored_pieces(spec: ParameterSpec, architecture: PublishedArchitecture) -> t
     """Return the parameter's pieces as the class stores them: those of the table, or one."""
     for pattern, replacement in architecture.whole:
         if re.search(pattern, spec.name):
-            shape = (spec.shape[0], prod(spec.shape[1:-1]), spec.shape[-1])
+            shape: tuple[int, ...] = (spec.shape[0], prod(spec.shape[1:-1]), spec.shape[-1])
             if architecture.inputs_first:
                 biases = spec.name.endswith("_bias")
                 shape = (shape[0], prod(shape[1:])) if biases else (shape[0], shape[2], shape[1])

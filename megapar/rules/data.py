@@ -131,6 +131,17 @@ RULES: tuple[Rule, ...] = (
         models=MOE,
     ),
     _row(
+        id="phases-decoupled-lr",
+        reads=("data_phases", "decoupled_lr"),
+        when=lambda f: f.data_phases is not None and f.decoupled_lr is not None,
+        requires=lambda f: not any(phase.rate for phase in parse_phases(f.data_phases)),
+        message="the lr of a phase is that of all parameters, and --decoupled-lr gives some of them another",
+        fix="Leave out --decoupled-lr, or the lr of the phases.",
+        passing="--data-path a=a.jsonl --decoupled-lr 1e-3 --data-phases '0: a=1'",
+        failing="--data-path a=a.jsonl --decoupled-lr 1e-3 --data-phases '0: a=1 lr=0'",
+        models=MOE,
+    ),
+    _row(
         id="phases-adaptive",
         reads=("data_phases", "seq_length", "adaptive_recompute_device_size"),
         when=lambda f: f.data_phases is not None and f.adaptive_recompute_device_size > 0,

@@ -207,6 +207,9 @@ PROOFS: dict[str, Proof] = {
     "phases-sources": Proof(argument="a source of a phase would have no path, or a source that is named no phase"),
     "phases-places": Proof(argument="a phase that is written would never be trained on, or the ramp would end in it"),
     "phases-lr": Proof(argument="one of the two decays at the end would win in silence"),
+    "phases-decoupled-lr": Proof(
+        argument="the rate of word embeddings would move to that of the phase, or stay, in silence"
+    ),
     "phases-adaptive": Proof(argument="a longer phase would need more memory than the first steps showed"),
     "override-data": Proof(argument="a name that means nothing would lift no refusal"),
     "split-weights": Proof("--data-path a.jsonl --split 0,100"),

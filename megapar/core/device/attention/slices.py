@@ -112,8 +112,9 @@ def _by_document(
 
     def attend(heads: tuple[Tensor, ...], samples: slice, queries: slice, first: int) -> Tensor:
         keys, (q, k, v) = slice(first, before + queries.stop), heads
-        hides = window is not None and keys.stop - keys.start > window
-        chosen = partial(attention_window, window=window) if hides else form
+        chosen = form
+        if window is not None and keys.stop - keys.start > window:
+            chosen = partial(attention_window, window=window)
         seen = None if rows is None else rows.at(samples, queries)
         return chosen(q[:, :, queries], k[:, :, keys], v[:, :, keys], dropout=dropout, rows=seen)
 
