@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence, Sized
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cache, partial
-from types import MappingProxyType
 from typing import Generic, TypeVar
 
 from megapar.data.batches import Collate, collate_decoder, collate_ernie
@@ -33,7 +32,6 @@ from megapar.data.tokens.split import Split, TrainHeldout
 from megapar.data.tokens.store import StoreBlend, TokenStore
 
 MOST_NAMES = 3  # file names of one corpus that are shown
-EMPTY: Mapping[str, Samples] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -101,7 +99,7 @@ class MadeSamples:
     contents: tuple[Content, ...] = ()
     heldout_contents: tuple[Content, ...] = ()
     phased: Callable[[Phases, int], PhasedSamples] | None = None
-    heldout_sets: Mapping[str, Samples] = EMPTY
+    heldout_sets: Mapping[str, Samples] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
