@@ -245,6 +245,6 @@ def plan_phases(phases: Sequence[PlannedPhase], seq_length: int, batch: BatchSiz
         end = last.after(steps)
         if end.first_sample < batch.ramp_samples:
             raise ValueError(f"the phase at {phase.place} begins inside the ramp of the batch size")
-        length, samples = phase.seq_length or seq_length, BatchSize(phase.batch or batch.final)
-        spans.append(replace(end, weights=phase.weights, rate=phase.rate, seq_length=length, batch=samples))
+        length, own = phase.seq_length or seq_length, BatchSize(phase.batch or batch.final)
+        spans.append(replace(end, weights=phase.weights, rate=phase.rate, seq_length=length, batch=own))
     return PhasePlan(tuple(spans))
