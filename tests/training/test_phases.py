@@ -28,7 +28,7 @@ MODEL = (
     *("--num-layers", "1", "--hidden-size", "16", "--num-attention-heads", "2", "--ffn-hidden-size", "16"),
     *("--seq-length", str(LENGTH), "--vocab-size", "400", "--num-experts", "0", "--dtype", "fp64", "--lr", "1e-3"),
     *("--eval-interval", "0", "--split", "100,0", "--global-batch-size", "4", "--micro-batch-size", "1"),
-    *("--lr-decay-iters", "50"),
+    *("--lr-decay-iters", "50", "--adam-eps", "1e-5"),
 )
 WEIGHTS = "0: a=2,b=1; 24 samples: a=1,c=2,b=1; 1200 tokens: c=1,a=3"
 LENGTHS = (
@@ -90,7 +90,7 @@ class Runs:
 
     def line(self, phases: str, steps: int, *flags: str) -> list[str]:
         places = ("--train-iters", str(steps), "--data-phases", phases, *flags)
-        return [*last_wins(MODEL, places), "--data-path", *self.sources]
+        return [*last_wins(MODEL, places), "--data-path", *(one for one in self.sources if f"{one[0]}=" in phases)]
 
     def run(self, phases: str, steps: int, *flags: str, world: int = 1, dies: int = 0) -> tuple[Any, dict[int, Any]]:
         """Run, and return the outcome and the ledger: step -> (length, first tokens of all ranks, sorted).
@@ -143,7 +143,7 @@ def test_three_epochs_over_phases_with_a_kill_and_two_resumes_on_other_layouts(r
     check_once_per_epoch(ledger, {("a", 16): 3, ("b", 16): 1, ("c", 16): 4})
     spans = runs.config(WEIGHTS, 35).phases.spans
     assert [span.first_sample for span in spans] == [0, 24, 76]
-    save = ("--save", str(runs.folder / "c"), "--load", str(runs.folder / "c"), "--save-interval", "5")
+    save = ("--save", str(runs.folder / "saved"), "--load", str(runs.folder / "saved"), "--save-interval", "5")
     first, one = runs.run(WEIGHTS, 35, *save[:2], *save[4:], "--micro-batch-size", "2", dies=9)
     assert first is None
     assert max(one) == 8  # step 5 is the last that is saved
@@ -154,7 +154,7 @@ def test_three_epochs_over_phases_with_a_kill_and_two_resumes_on_other_layouts(r
     assert all(one[step] == ledger[step] for step in one)
     assert [record.consumed_samples for record in last.records] == [4 * step for step in range(14, 36)]
     for again, want in zip(last.records, straight.records[13:], strict=True):
-        assert again.loss == pytest.approx(want.loss, rel=1e-12)
+        assert again.loss == pytest.approx(want.loss, rel=1e-11)
 
 
 def test_lengths_batches_and_rates_change_with_the_phase(runs: Runs) -> None:
@@ -213,27 +213,29 @@ def test_the_order_of_a_source_depends_on_its_name_and_on_nothing_else(runs: Run
 
 
 def test_a_source_ends_the_run_before_it_repeats(runs: Runs, told: list[str]) -> None:
-    stop = ("--on-source-end", "stop", "--save", str(runs.folder / "c"))
+    stop = ("--on-source-end", "stop", "--save", str(runs.folder / "saved"))
     done, ledger = runs.run(WEIGHTS, 35, *stop)
     repeats, whole = runs.run(WEIGHTS, 35)
     assert done.iteration < repeats.iteration == 35
     assert ledger == {step: whole[step] for step in range(1, done.iteration + 1)}
     read = [token for _, first in ledger.values() for token in first]
     assert len(set(read)) == len(read)
-    assert len(set(read) & set(whole[done.iteration + 1][1])) > 0  # not a step too early
+    repeated = set(read) & set(whole[done.iteration + 1][1])  # not a step too early
+    names = {max((name for name in BASES if BASES[name] <= token), key=BASES.__getitem__) for token in repeated}
     (line,) = (line for line in told if line.startswith("ended at"))
-    assert line.startswith(f"ended at iteration {done.iteration}: the next step would repeat a sample of c=")
+    begin = f"ended at iteration {done.iteration}: the next step would repeat a sample of "
+    assert any(line.startswith(f"{begin}{name}=") for name in names)
     assert done.checkpoint is not None
     assert done.checkpoint.name == f"iter_{done.iteration:07d}"
-    again, nothing = runs.run(WEIGHTS, 35, *stop, "--load", str(runs.folder / "c"))
+    again, nothing = runs.run(WEIGHTS, 35, *stop, "--load", str(runs.folder / "saved"))
     assert (again.iteration, nothing) == (done.iteration, {})
 
 
 def test_the_future_may_change_and_the_past_may_not(runs: Runs, told: list[str]) -> None:
-    save = ("--save", str(runs.folder / "c"), "--load", str(runs.folder / "c"), "--save-interval", "1")
+    save = ("--save", str(runs.folder / "saved"), "--load", str(runs.folder / "saved"), "--save-interval", "1")
 
     def at(step: int) -> tuple[str, ...]:
-        return ("--ckpt-step", str(step), "--save", str(runs.folder / f"c{runs.count}"), "--save-interval", "7")
+        return ("--ckpt-step", str(step), "--save", str(runs.folder / f"saved{runs.count}"), "--save-interval", "7")
 
     runs.run("0: a=2,b=1; 24 samples: a=1,c=2", 10, *save)
     told.clear()
@@ -260,7 +262,7 @@ def test_the_future_may_change_and_the_past_may_not(runs: Runs, told: list[str])
         assert [word for word in words if word not in said] == [], said
     phases, fields = "0: a=1; 20 samples: a=1,c=2; 48 samples: b=1", ("--override-data", "sources,weights")
     runs.run(phases, 12, *save[2:4], *at(10), *fields)
-    own = str(runs.folder / f"c{runs.count - 1}")
+    own = str(runs.folder / f"saved{runs.count - 1}")
     told.clear()
     _, after = runs.run(phases, 14, "--load", own, "--save", own)  # what was overridden is past
     assert not [line for line in told if "data from" in line]
