@@ -104,6 +104,11 @@ PROOFS: dict[str, Proof] = {
     "qk-clip-unused": Proof(idle=("qk_clip_statistic",)),
     "qk-clip-norm": Proof(argument="the scores would stay as they are, because norms give queries their scale back"),
     "not-built-update-norms-offload": Proof(argument="on a CPU, host and device are the same memory"),
+    "not-built-muon-offload": Proof(argument="on a CPU, host and device are the same memory"),
+    "apex-device": Proof(argument="the kernels are not there, and a run would end when they are looked for"),
+    "qk-clip-statistic": Proof(
+        argument="the largest scores of a kernel that does not return them would be computed again"
+    ),
     "not-built-qk-clip-offload": Proof(argument="on a CPU, host and device are the same memory"),
     "output-norm-ampipe": Proof("--norm-placement output --ep-degree 2 --ampipe-degree 2", 2, idle=("ampipe_degree",)),
     "mtp-block": Proof(argument="a block would be trained that no published model defines"),
