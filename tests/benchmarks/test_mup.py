@@ -8,7 +8,6 @@ from benchmarks.mup.run import best, changes, coordinates, picture, slope, trans
 
 WIDTHS = (32, 128)
 ADAMW = ("--optimizer", "adamw", "--lr", "2e-3")
-SPECTRAL = ("--optimizer", "muon", "--lr", "2e-3", "--muon-extra-scale-factor", "0.2")
 
 
 def grown(optimizer, *, plain=False):
@@ -17,9 +16,8 @@ def grown(optimizer, *, plain=False):
     return {name: slope(WIDTHS, [row[name] for row in rows]) for name in rows[0]}
 
 
-@pytest.mark.parametrize("optimizer", [ADAMW, SPECTRAL], ids=["adamw", "muon"])
-def test_outputs_move_alike_at_both_widths_with_the_factors_alone(optimizer):
-    alike, plain = grown(optimizer), grown(optimizer, plain=True)
+def test_outputs_move_alike_at_both_widths_with_the_factors_alone():
+    alike, plain = grown(ADAMW), grown(ADAMW, plain=True)
     assert set(alike) == {
         *("embedding", "layers.0.attention", "layers.0.mlp", "layers.1.attention", "layers.1.mlp", "logits"),
     }
