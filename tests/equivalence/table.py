@@ -1097,6 +1097,10 @@ SINK_ROWS: tuple[Row, ...] = (
     Row("moe", 2, (*MP2, *SP, *_every(1)), (*GPT_OSS, *AHEAD)),
     Row("moe", 2, (*EP2, "--ampipe-degree", "2", *CROSS, *SELECTIVE), (*GPT_OSS, *DROPS)),
     Row("gpt", 2, (*MP2, *SP, *SELECTIVE), (*SINKS, "--activation", "clamped_swiglu"), 2),
+    *(Row("moe", 2, _cp(2, way), (*GPT_OSS, *WIDE_WINDOWS, *BOUNDARIES), 2) for way in ALGORITHMS),
+    Row("moe", 4, (*_cp(2, "ring"), *MP2, *SP, *_every(1)), (*GPT_OSS, *WIDE_WINDOWS, *CLIPPED), 2),
+    sliced_row(2, CROSS, SLICED_PLACES[0], (*GPT_OSS, *SHARED_WINDOWS, *DROPS), 2, BOUNDARIES),
+    *(shared_slices_row(way, 2, ONLY_CP, CROSS, (*GPT_OSS, *SHARED_WINDOWS, *DROPS), 2) for way in ALGORITHMS[:2]),
     latent_row(2, (*MP2, *SP), SINKS),
     latent_row(2, _cp(2, "ring"), (*SINKS, *APART), 2),
 )
