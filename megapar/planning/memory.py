@@ -167,7 +167,8 @@ def _of_update(run: PlannedRun, stage: int) -> float:
     if rounds.first and options.clip_grad > 0 and run.kind.kernels == "cuda" and run.view.wide_bytes == FP32:
         held += FP32 * sum(run.row_numel(row) for row in run.rows(stage) if row.matrix)
     if run.config.logging.log_update_norms:
-        held += run.view.wide_bytes * sum(run.row_numel(row) for row in run.rows(stage) if row.trainable)
+        copies = 1 + run.config.optimizer.store_param_remainders  # before the update, and of split masters after it
+        held += copies * run.view.wide_bytes * sum(run.row_numel(row) for row in run.rows(stage) if row.trainable)
     return held
 
 

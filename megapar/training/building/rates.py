@@ -55,7 +55,7 @@ _TABLE_3 = "Tensor Programs V, table 3, {} weights"
 ROWS: Mapping[str, WidthRow] = MappingProxyType(
     {
         "input": WidthRow("embeddings", 0, {"adamw": 0, "sgd": 1}, _TABLE_3.format("input")),
-        "vector": WidthRow("norms, biases", 0, {"adamw": 0, "sgd": 1}, "Tensor Programs V, table 3, biases"),
+        "vector": WidthRow("norms, biases, sinks", 0, {"adamw": 0, "sgd": 1}, "Tensor Programs V, table 3, biases"),
         "hidden": WidthRow("matrices", -0.5, {"adamw": -1, "sgd": 0}, _TABLE_3.format("hidden")),
         "output": WidthRow("head, routers", -1, {"adamw": -1, "sgd": -1}, _TABLE_3.format("output")),
     }
@@ -94,7 +94,7 @@ def _exponent(config: Config, spec: ParameterSpec) -> float:
 
 def _kind(spec: ParameterSpec) -> str:
     """Return the row of ``ROWS`` of a decoder's parameter."""
-    if spec.init != "normal":
+    if spec.init != "normal" or len(spec.pieces[0].hf_shape) == 1:
         return "vector"
     if spec.unit == "embedding":
         return "input"

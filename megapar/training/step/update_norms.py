@@ -15,7 +15,7 @@ TENSOR_CLASSES = ("embeddings", "attention", "mlps", "experts", "routers", "vect
 
 
 def class_of(spec: ParameterInfo) -> str:
-    """Return the class of a parameter: vectors are norms and biases, mlps all other matrices of layers."""
+    """Return the class of a parameter: vectors are norms, biases and sinks, mlps all other matrices of layers."""
     if not spec.decay:
         return "vectors"
     if spec.router or spec.expert:
@@ -34,18 +34,17 @@ class UpdateNorms:
         self._sharding, self._world = sharding, world
         self._before: list[Tensor] = []
 
-    def _masters(self) -> list[Tensor]:
-        return [shard.master for shard in self._sharding.master_shards]
-
     @torch.no_grad()
     def begin(self) -> None:
         """Keep the masters as they are before the update."""
-        self._before = [master.clone() for master in self._masters()]
+        shards = self._sharding.master_shards
+        self._before = [shard.values if shard.weights else shard.values.clone() for shard in shards]
 
     @torch.no_grad()
     def take(self) -> Tensor:
         """Return the 2-norms of the change and of the weights of ``TENSOR_CLASSES`` [7, 2], of the whole model."""
-        moved, masters, self._before = self._before, self._masters(), []
+        moved, self._before = self._before, []
+        masters = [shard.values for shard in self._sharding.master_shards]
         torch._foreach_sub_(moved, masters)
         grid, rank = self._world.grid, self._world.rank
         dtype = widest(self._world.device.torch_device)

@@ -76,6 +76,7 @@ def test_a_run_logs_its_rates_and_goes_on_with_them(tmp_path) -> None:  # type: 
     assert [record.loss for record in rest.records] == [record.loss for record in whole.records[3:]]
 
 
+SINKS = ("--attention-sinks",)
 WIDE = ("--mup-base-hidden-size", "8", *UNTIED)  # a model with 32 features: 4 times the width
 SCALES = {"embedding.word": 1.0, "lm_head": 0.25, "moe.router": 0.25, "attention.proj": 0.5, "experts.down": 0.5}
 
@@ -104,6 +105,12 @@ def test_each_optimizer_has_its_factors(
     assert factors["layers.1.moe.router.weight"] == 0.25
     shown = [line for line in width_lines(config, tuple(table.values())) if "head, routers" in line]
     assert any(f"x {output:<8.4g} " in line for line in shown)
+
+
+def test_sinks_are_vectors() -> None:
+    config = parse("moe", last_wins((*SMALL["moe"], *COMMON), (*WIDE, *SINKS)), {})
+    (sinks, *_) = (spec for spec in with_rates(config, table_of(config.model)) if spec.name.endswith("sinks"))
+    assert (sinks.lr_factor, sinks.init_factor) == (1.0, 1.0)
 
 
 def test_initial_weights_are_multiples_of_those_without() -> None:

@@ -40,6 +40,13 @@ def test_norms_are_those_of_masters_before_and_after() -> None:
     trainer.world.close()
 
 
+def test_masters_in_two_parts_have_the_norms_of_whole_ones() -> None:
+    flags = ("--log-update-norms", "--log-interval", "1", "--dtype", "bf16", "--train-iters", "1")
+    whole, split = (run(1, "moe", *flags, *more).records[0] for more in ((), ("--store-param-remainders",)))
+    assert split.weight_norms == pytest.approx(whole.weight_norms, rel=1e-3)
+    assert split.update_norms == pytest.approx(whole.update_norms, rel=0.05)
+
+
 @pytest.mark.parametrize(
     ("ranks", "layout"),
     [
