@@ -199,8 +199,8 @@ class Recorder(StepObserver):
         return self._of(self._micro_batch)
 
     def experts_chosen(self, layer: int, experts_Tk: Tensor) -> Tensor:
-        """Record the choice, or return the recorded one."""
-        if self.trainer is None:
+        """Record the choice, or return the recorded one. Evaluation has samples of its own, and chooses for them."""
+        if self.trainer is None or not self.trainer.job.model.training:
             return experts_Tk
         key = (self._micro_batch, layer)
         if self._replay is None:
