@@ -256,15 +256,14 @@ class Whole:
         }
 
     def of(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
-        """tensors: beside the master shards, masters or gradients. Empty on other ranks."""
-        rank = self._trainer.world.rank
+        """tensors: beside the master shards, masters or gradients. In the masters' dtype; empty on other ranks."""
+        rank, dtype = self._trainer.world.rank, self._trainer.job.sharding.master_shards[0].dtype
         views = {view.spec.name: view for view in self._trainer.job.sharding.views(tensors)}
-        pieces = [views[name].tensor.detach().cpu() for name in self._boxes[rank] if name in views]
+        pieces = [views[name].tensor.detach().cpu().to(dtype) for name in self._boxes[rank] if name in views]
         if rank:
             if sum(piece.numel() for piece in pieces):
                 dist.send(torch.cat([piece.flatten() for piece in pieces]), 0)
             return {}
-        dtype = next(iter(views.values())).tensor.dtype
         found = {spec.name: torch.empty(spec.shape, dtype=dtype) for spec in self._table}
         for sender, boxes in self._boxes.items():
             if sender:

@@ -228,8 +228,11 @@ def test_a_moment_in_bf16_takes_half() -> None:
 def test_an_8b_model_fits_16_gpus_where_its_gradients_have_two_bytes() -> None:
     """As Megatron-Bridge runs it: nothing recomputed, and several micro-batches in a step."""
     line = ["--config", "configs/qwen3-8b.yaml", "--world-size", "16", "--mp-degree", "1", "--no-sequence-parallel"]
-    line += ["--sharding-degree", "16", "--seq-length", "4096", "--global-batch-size", "32", "--validate-only"]
-    plans = [Plan(parse("moe", [*line, *flags], {}), device_kind("h100-80g")) for flags in ((), GRADIENTS, NARROW)]
+    line += ["--sharding-degree", "16", "--seq-length", "4096", "--global-batch-size", "32", "--data-path", "mock"]
+    plans = [
+        Plan(parse("moe", [*line, *flags, "--validate-only"], {}), device_kind("h100-80g"))
+        for flags in ((), GRADIENTS, NARROW)
+    ]
     wide, narrow, narrowest = (plan.memory[0] for plan in plans)
     assert (narrow.gradients, narrowest.optimizer) == (wide.gradients / 2, wide.optimizer / 2)
     assert wide.reserved > 75 * 2**30

@@ -43,14 +43,16 @@ def test_ranks_have_the_bits_of_one_process(kind: str, flags: tuple[str, ...]) -
     assert straight == pytest.approx(wide, rel=2e-2)
     assert straight[0] == wide[0]
     assert flags == REMAINDERS or straight[1:] != wide[1:]
+    # Messages have the gradients of a router in bf16, too, which one rank does not send.
+    error = 1e-3 if kind == "moe" and GRADIENTS[0] in flags else SUMMED
     for layout in ("stage 1", "stage 2"):
-        assert losses(layout, kind, *flags) == pytest.approx(straight, rel=SUMMED)
+        assert losses(layout, kind, *flags) == pytest.approx(straight, rel=error)
 
 
-@pytest.mark.parametrize("layout", ["mp", "ep", "pp", "hybrid dp"])
-def test_split_masters_are_updated_as_whole_ones(layout: str) -> None:
-    """But for a weight at a tie, now and then."""
-    assert losses(layout, "moe", *MOMENTS, *REMAINDERS) == pytest.approx(losses(layout, "moe", *MOMENTS), rel=1e-3)
+@pytest.mark.parametrize(("layout", "kind"), [("mp", "ernie"), ("ep", "moe"), ("pp", "ernie"), ("hybrid dp", "ernie")])
+def test_split_masters_are_updated_as_whole_ones(layout: str, kind: str) -> None:
+    """But for a weight at a tie, now and then, which may change a token's experts."""
+    assert losses(layout, kind, *MOMENTS, *REMAINDERS) == pytest.approx(losses(layout, kind, *MOMENTS), rel=1e-3)
 
 
 @pytest.mark.parametrize(("there", "here"), [("one", "stage 2"), ("stage 2", "stage 1"), ("stage 1", "one")])

@@ -97,7 +97,8 @@ def _table(pieces: Sequence[TensorPiece], device: torch.device) -> PieceTable:
         rows.append([piece.key, piece.start, piece.index, first, numel, *sizes, *strides, *steps])
         programs.append(-(-numel // PROGRAM))
         first += programs[-1]
-    owners = torch.arange(len(rows), dtype=torch.int32).repeat_interleave(torch.tensor(programs, dtype=torch.int64))
+    counts = torch.tensor(programs, dtype=torch.int64)
+    owners = torch.arange(len(rows), dtype=torch.int32).repeat_interleave(counts, output_size=first)
     return PieceTable(torch.tensor(rows, dtype=torch.int64).view(-1, COLUMNS).to(device), owners.to(device))
 
 
