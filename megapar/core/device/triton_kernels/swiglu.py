@@ -40,7 +40,7 @@ def _forward(  # type: ignore[no-untyped-def]
         up = tl.load(line + F + offsets, mask=inside, other=0.0).to(tl.float32)
         if CLAMPED:
             gate = tl.minimum(gate, LIMIT)
-            y = (tl.maximum(tl.minimum(up, LIMIT), -LIMIT) + 1.0) * gate / (1.0 + tl.exp(-SLOPE * gate))
+            y = (tl.maximum(tl.minimum(up, LIMIT), -LIMIT) + 1.0) * gate / (1.0 + tl.exp(-(gate * SLOPE)))
         else:
             y = _rounded(gate / (1.0 + tl.exp(-gate)), rows) * up
         if WEIGHED:
@@ -78,12 +78,12 @@ def _backward(  # type: ignore[no-untyped-def]
         d = tl.load(gradient + row * F + offsets, mask=inside, other=0.0).to(tl.float32)
         if CLAMPED:
             low, more = tl.minimum(gate, LIMIT), tl.maximum(tl.minimum(up, LIMIT), -LIMIT) + 1.0
-            share = 1.0 / (1.0 + tl.exp(-SLOPE * low))
+            share = 1.0 / (1.0 + tl.exp(-(low * SLOPE)))
             activated = low * share
             if WEIGHED:
                 total += d * activated * more
                 d = d * weight
-            d_gate = tl.where(gate <= LIMIT, d * more * share * (1.0 + SLOPE * low * (1.0 - share)), 0.0)
+            d_gate = tl.where(gate <= LIMIT, d * more * share * (1.0 + low * SLOPE * (1.0 - share)), 0.0)
             d_up = tl.where(tl.abs(up) <= LIMIT, d * activated, 0.0)
         else:
             share = 1.0 / (1.0 + tl.exp(-gate))
