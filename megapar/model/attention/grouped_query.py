@@ -187,6 +187,8 @@ def _core(operators: Operators, shape: AttentionShape, heads: _Heads) -> OpCost:
     if shape.windowed and view.kernels == "cpu" and shape.sizes.flash:
         # Tiles: sums of gradients in fp32, and of a tile its reversed inputs, output and gradients.
         transient += t * D * (view.wide_bytes * (N + 2 * G) + e * (4 * N + 4 * G))
+        if view.cp == 1:  # the output head by head, beside that of each position for the projection
+            kept += e * t * heads.out
     sent = operators.communication.context(2 * t * N * D, 2 * t * G * D, G)
     if shape.windowed and view.attends_blockwise:
         sent = operators.communication.context_in_window(2 * G * D)
