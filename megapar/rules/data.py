@@ -151,9 +151,9 @@ RULES: tuple[Rule, ...] = (
             "samples of another length"
         ),
         fix="Choose --recompute-interval 1, or one seq-length.",
-        passing="--data-path a=a.jsonl --adaptive-recompute-device-size 8 --data-phases '0: a=1'",
+        passing="--data-path a=a.jsonl --adaptive-recompute-device-size 1048576 --data-phases '0: a=1'",
         failing=(
-            "--data-path a=a.jsonl --adaptive-recompute-device-size 8 "
+            "--data-path a=a.jsonl --adaptive-recompute-device-size 1048576 "
             "--data-phases '0: a=1; 1 iterations: a=1 seq-length=8'"
         ),
         models=MOE,
