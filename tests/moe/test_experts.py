@@ -200,14 +200,15 @@ def test_the_split_backward_gives_the_gradients_of_the_whole_one(dtype: torch.dt
 def test_clamped_experts_are_those_of_gpt_oss() -> None:
     """By the formula, whose limits cut a good part of these hidden features."""
     experts, x = make(torch.float64, gated=True, bias=True, clamped=True), rows(torch.float64)
+    weight, bias, down_bias = (experts.get_parameter(name) for name in ("gate_up", "gate_up_bias", "down_bias"))
     with torch.no_grad():
-        experts.gate_up.mul_(4.0)
+        weight.mul_(4.0)
     leaves, wanted, cut = [x, *experts.parameters()], [], 0
     for e, own in enumerate(x.split(COUNTS)):
-        gate, up = (own @ experts.gate_up[e, i].T + experts.gate_up_bias[e, i] for i in (0, 1))
+        gate, up = (own @ weight[e, i].T + bias[e, i] for i in (0, 1))
         cut += int((gate > 7).sum() + (up.abs() > 7).sum())
         gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
-        wanted.append((up + 1) * gate * torch.sigmoid(1.702 * gate) @ experts.down[e].T + experts.down_bias[e])
+        wanted.append((up + 1) * gate * torch.sigmoid(1.702 * gate) @ experts.down[e].T + down_bias[e])
     assert 5 < cut < 7 * 6
     want = torch.cat(wanted)
     for found in (experts.compute(x, torch.tensor(COUNTS)), one_by_one(experts, x, 2)):
@@ -221,7 +222,12 @@ def test_a_clamped_activation_rounds_once_and_keeps_its_inputs_alone() -> None:
     hidden = (6 * torch.randn(50, 2, 8, generator=torch.Generator().manual_seed(4))).bfloat16().requires_grad_()
     weights = torch.rand(50, 1, generator=torch.Generator().manual_seed(5)).requires_grad_()
     kept: list[torch.Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        kept.append(x)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         y = clamped_swiglu_reference(hidden, weights)
     assert {x.data_ptr() for x in kept} == {hidden.data_ptr(), weights.data_ptr()}
     wide = hidden.detach().double().requires_grad_()

@@ -117,5 +117,5 @@ def _shared(sizes: DecoderSizes, moe: MoeSizes, **options: Unpack[LayerOptions])
     if not moe.shared_width:
         return None
     kind = TokenGatedMlp if moe.shared_gate else Mlp
-    form = {"gated": moe.gated, "clamped": moe.clamped, "bias": sizes.add_bias_linear}
-    return kind(sizes.hidden_size, moe.shared_width, **form, **options)
+    H, bias = sizes.hidden_size, sizes.add_bias_linear
+    return kind(H, moe.shared_width, gated=moe.gated, clamped=moe.clamped, bias=bias, **options)

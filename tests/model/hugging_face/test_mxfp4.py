@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,8 @@ def test_a_part_of_an_expert_is_where_transformers_has_it(folders: tuple[Path, P
 
 def test_a_run_has_the_logits_of_the_plain_folder(folders: tuple[Path, Path]) -> None:
     found = [run_ranks(1, _logits, "moe", ["--load-hf", str(folder)], group=False)[0] for folder in folders]
+    assert found[0] is not None
+    assert found[1] is not None
     assert torch.equal(found[0][0], found[1][0])
 
 
@@ -122,7 +125,9 @@ def test_it_is_written_in_bf16_without_the_setting(folders: tuple[Path, Path], t
         (lambda t: t.update({f"{NAME}_blocks": t[f"{NAME}_blocks"][..., :8]}), "experts, rows, blocks and 16 bytes"),
     ],
 )
-def test_scales_that_do_not_fit_are_named(change, message: str, folders: tuple[Path, Path], tmp_path: Path) -> None:
+def test_scales_that_do_not_fit_are_named(
+    change: Callable[[dict[str, Tensor]], object], message: str, folders: tuple[Path, Path], tmp_path: Path
+) -> None:
     folder = shutil.copytree(folders[0], tmp_path / "model")
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
