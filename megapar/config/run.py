@@ -49,6 +49,7 @@ class DataOptions:
         "global batch that would repeat one",
         choices=("repeat", "stop"),
         models=MOE,
+        undrawn="a run that ends early has no twin; tests/training/test_phases.py ends some",
     )
     split: str | None = flag(
         None,

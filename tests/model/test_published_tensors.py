@@ -98,7 +98,7 @@ FOLDERS: dict[str, tuple[Callable[[Path], object], str]] = {
     **{
         code: (
             lambda folder, code=code: _folder(folder, code=code),  # type: ignore[misc]
-            f"down_proj.weight is stored as {code}; weights are F32, F16, BF16, F64, or FP8 with scales",
+            f"down_proj.weight is stored as {code}; weights are F32, F16, BF16, F64, or FP8 or MXFP4 with scales",
         )
         for code in ("I8", "U8", "BOOL")
     },

@@ -123,7 +123,7 @@ def test_both_doors_write_the_same_model_and_it_is_read_again(flags: str, tmp_pa
 
 
 def test_every_limit_is_a_row_or_cannot_be_asked_for() -> None:
-    unreached = {"hf-dense", "hf-experts", "hf-qk-norm-always", "hf-qkv-bias-always"}
+    unreached = {"hf-dense", "hf-experts", "hf-sinks", "hf-qk-norm-always", "hf-qkv-bias-always"}
     unreached |= {"hf-qk-norm-width", "hf-norm-placement-output", "hf-shared-gate-always"}
     unreached |= {"hf-latent-attention", "hf-latent-attention-always", "hf-sigmoid-scores", "hf-softmax-scores"}
     unreached |= {"hf-sentence-order", "hf-no-sentence-order"}
