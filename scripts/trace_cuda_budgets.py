@@ -47,7 +47,6 @@ class Run(NamedTuple):
     counts: int = 0
 
 
-TWO_BYTES = "--main-grads-dtype bf16 --store-param-remainders --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
 OLMO2 = "--qk-norm --qk-norm-scope width --norm-placement output"
 MULTIPLIED = "--embedding-multiplier 12 --residual-multiplier 0.22 --softmax-scale 0.1 --logits-scaling 8"
 MP8 = f"{DENSE} --num-attention-heads 8 --num-query-groups 8 --mp-degree 8"
@@ -67,8 +66,6 @@ RUNS = (
     Run("dense, FlashAttention by name", "moe", 1, f"{DENSE} --attention-backend flash"),
     Run("dense, documents", "moe", 1, f"{DENSE} --reset-attention-mask --reset-position-ids"),
     Run("dense, one document per sample", "moe", 1, f"{DENSE} --no-packing"),
-    Run("dense, two bytes of everything", "moe", 2, f"{DENSE} {TWO_BYTES}"),
-    Run("dense, two bytes of everything, one rank", "moe", 1, f"{DENSE} {TWO_BYTES}"),
     Run("dense, offloaded optimizer", "moe", 2, f"{DENSE} --optimizer-offload"),
     Run("dense, sharding 2, state digested", "moe", 2, f"{DENSE} --state-digest-steps 1"),
     Run("dense, offloaded optimizer, state digested", "moe", 2, f"{DENSE} --optimizer-offload --state-digest-steps 1"),

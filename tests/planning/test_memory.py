@@ -81,7 +81,6 @@ ROWS: dict[str, tuple[int, int, int, tuple[str, ...]]] = {
     "dense 1k, moments in bf16": (1, 1, 0, (*DENSE, *WIDE, *TWO_BYTES)),
     "dense 1k, gradients in bf16": (1, 2, 0, (*DENSE, *WIDE, *GRADIENTS, *TWO_BATCHES)),
     "dense 1k, two bytes of everything": (1, 1, 0, (*DENSE, *WIDE, *NARROW)),
-    "routed 1k, two bytes of everything, stage 2": (1, 4, 1, (*ROUTED, *NARROW, "--sharding-stage", "2", *TWO_BATCHES)),
     "wide layer 1k, a bf16 moment, stage 3": (1, 4, 0, (*DENSE, *WIDE, *TWO_BYTES[2:], *STAGE_THREE, *ONE_LAYER)),
     "gpt 32k": (32, 1, 0, GPT),
     "gpt 32k, full": (32, 1, 0, (*GPT, *FULL)),
