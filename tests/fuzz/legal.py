@@ -262,6 +262,11 @@ def longest(d: Drawn) -> int:
     return int(d.seq_length) * (2 if "seq-length" in (d.get("data_phases") or "") else 1)
 
 
+def has_one_rate(d: Drawn) -> bool:
+    """Exact, and no phase has a learning rate, which would be that of all parameters."""
+    return exact(d) and " lr=" not in (d.get("data_phases") or "")
+
+
 def decays(d: Drawn) -> list[str | None]:
     """Decays of the learning rate; wsd ends it, as a phase may."""
     return [None, "constant", "linear", "inverse-square-root", *([] if longest(d) > d.seq_length else ["wsd"])]

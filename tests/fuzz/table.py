@@ -475,7 +475,7 @@ TRAINING = (
         wild=("cosine",),
     ),
     Option("min_lr", (None, 0.001), when=legal.exact, wild=(1.0,)),
-    Option("decoupled_lr", (None, None, 0.02), when=legal.exact, wild=(0.0005,)),
+    Option("decoupled_lr", (None, None, 0.02), when=legal.has_one_rate, wild=(0.0005,)),
     Option("decoupled_min_lr", (None, 0.002), when=legal.one_of("decoupled_lr", 0.02), wild=(1.0,)),
     Option("state_digest_steps", (None, 0, 1, 3)),
     Option("skip_samples", (None, None, ("0-1",), ("2-2", "4-9"), ("5-5", "17-40")), wild=(("3-1",),)),
