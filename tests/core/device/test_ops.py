@@ -175,7 +175,9 @@ def compare(name, device, dtype, tensors, arguments):
     """Hold one form against its reference in fp64, values and gradients.
 
     A gradient that is zero, as that of queries with one key each, has an error relative to the largest of the others.
+    Attention's backward on an NPU reads the output as it was rounded, so that small gradients are rounded twice.
     """
+    tolerance = TOLERANCE[dtype] * (2 if device == "npu" and "attention" in name else 1)
     exact = tuple(t.detach().double().requires_grad_() for t in tensors)
     actual = joined(OPS[name][device](*tensors, **arguments))
     expected = joined(OPS[name]["reference"](*exact, **widened(arguments)))
@@ -184,7 +186,7 @@ def compare(name, device, dtype, tensors, arguments):
     largest = max(float(grad.norm()) for grad in expected_grads)
     for a, b in zip((actual, *actual_grads), (expected, *expected_grads), strict=True):
         assert (a.dtype, a.shape) == (dtype, b.shape)
-        assert float((a - b).detach().norm()) < TOLERANCE[dtype] * (float(b.detach().norm()) or largest)
+        assert float((a - b).detach().norm()) < tolerance * (float(b.detach().norm()) or largest)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
