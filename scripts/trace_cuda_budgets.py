@@ -18,6 +18,7 @@ DENSE = f"{SMALL} --num-experts 0 --num-query-groups 2"
 FP8 = "--fp8 --hidden-size 256 --ffn-hidden-size 768 --head-dim 64"
 DENSE_FP8 = f"{DENSE} {FP8}"
 MOE = f"{SMALL} --num-query-groups 2 --num-experts 4 --moe-ffn-hidden-size 64 --moe-router-topk 2 --first-k-dense 0"
+GPT_OSS = "--activation clamped_swiglu --add-bias-linear --moe-router-linear-bias --attention-sinks --window-size 16"
 UNEVEN = f"{MOE} --moe-model-type megatron_moe --ep-degree 2"
 EVEN = f"{MOE} --moe-model-type deepspeed_moe --ep-degree 2"
 BY_NODE = "--moe-dispatch node --ranks-per-node"
@@ -47,6 +48,7 @@ class Run(NamedTuple):
     counts: int = 0
 
 
+TWO_BYTES = "--main-grads-dtype bf16 --store-param-remainders --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
 OLMO2 = "--qk-norm --qk-norm-scope width --norm-placement output"
 MULTIPLIED = "--embedding-multiplier 12 --residual-multiplier 0.22 --softmax-scale 0.1 --logits-scaling 8"
 MP8 = f"{DENSE} --num-attention-heads 8 --num-query-groups 8 --mp-degree 8"
@@ -66,6 +68,15 @@ RUNS = (
     Run("dense, FlashAttention by name", "moe", 1, f"{DENSE} --attention-backend flash"),
     Run("dense, documents", "moe", 1, f"{DENSE} --reset-attention-mask --reset-position-ids"),
     Run("dense, one document per sample", "moe", 1, f"{DENSE} --no-packing"),
+    Run("dense, two bytes of everything", "moe", 2, f"{DENSE} {TWO_BYTES}"),
+    Run("dense, two bytes of everything, one rank", "moe", 1, f"{DENSE} {TWO_BYTES}"),
+    Run("dense, two bytes, fp16", "moe", 1, f"{DENSE} --exp-avg-sq-dtype bf16 --fp16".replace("--bf16 ", "")),
+    Run("dense, Muon", "moe", 2, f"{DENSE} --optimizer muon"),
+    Run("dense, Muon, fp16", "moe", 1, f"{DENSE} --optimizer muon --fp16".replace("--bf16 ", "")),
+    Run("dense, QK-clip", "moe", 2, f"{DENSE} --optimizer muon --qk-clip-threshold 100"),
+    Run("dense, window", "moe", 1, f"{DENSE} --window-size 16"),
+    Run("dense, window, cp 2", "moe", 2, f"{DENSE} --window-size 16 --cp-degree 2"),
+    Run("dense, norms of updates", "moe", 1, f"{DENSE} --log-update-norms --log-interval 1"),
     Run("dense, offloaded optimizer", "moe", 2, f"{DENSE} --optimizer-offload"),
     Run("dense, sharding 2, state digested", "moe", 2, f"{DENSE} --state-digest-steps 1"),
     Run("dense, offloaded optimizer, state digested", "moe", 2, f"{DENSE} --optimizer-offload --state-digest-steps 1"),
@@ -80,6 +91,7 @@ RUNS = (
     Run("pipeline, fp8, zero bubble", "moe", 4, f"{PIPED} 4 --use-nanopipe {FP8}"),
     Run("experts, one rank", "moe", 1, f"{MOE} --moe-model-type megatron_moe"),
     Run("experts, dropless", "moe", 2, UNEVEN, counts=2),
+    Run("experts, GPT-OSS", "moe", 2, f"{UNEVEN} {GPT_OSS}", counts=2),
     Run("experts, fp8", "moe", 2, f"{UNEVEN} {FP8} --fp8-experts", counts=2),
     Run("experts that move", "moe", 2, f"{UNEVEN} --moe-rebalance-interval 100", counts=2),
     Run("experts, by node", "moe", 4, f"{UNEVEN} --ep-degree 4 {BY_NODE} 2", counts=2),
@@ -352,5 +364,7 @@ FP64: Mapping[str, str] = MappingProxyType(
         "parts": "the same sum, independent of the places of experts",
         "total": "the same",
         "Accelerator.host_copy": "for the log sums",
+        "RoundedAdamW._numbers": "a few numbers of a step, from its number, as a host would compute them",
+        "UpdateNorms.take": "norms of updates, in steps that log them, if they are asked for",
     }
 )

@@ -88,18 +88,15 @@ class ShardPieces:
 
 def _table(pieces: Sequence[TensorPiece], device: torch.device) -> PieceTable:
     rows: list[list[int]] = []
-    programs: list[int] = []
-    first = 0
+    owners: list[int] = []
     for piece in (slab for whole in pieces for slab in whole.slabs(_LARGEST)):
         left, numel = DIMS - len(piece.sizes), Box.whole(piece.sizes).numel
         assert left >= 0, "parameters have at most four dims"
         sizes, strides, steps = (1,) * left + piece.sizes, (0,) * left + piece.strides, (0,) * left + piece.steps
-        rows.append([piece.key, piece.start, piece.index, first, numel, *sizes, *strides, *steps])
-        programs.append(-(-numel // PROGRAM))
-        first += programs[-1]
-    counts = torch.tensor(programs, dtype=torch.int64)
-    owners = torch.arange(len(rows), dtype=torch.int32).repeat_interleave(counts, output_size=first)
-    return PieceTable(torch.tensor(rows, dtype=torch.int64).view(-1, COLUMNS).to(device), owners.to(device))
+        rows.append([piece.key, piece.start, piece.index, len(owners), numel, *sizes, *strides, *steps])
+        owners += [len(rows) - 1] * -(-numel // PROGRAM)
+    numbers = torch.tensor(rows, dtype=torch.int64).view(-1, COLUMNS)
+    return PieceTable(numbers.to(device), torch.tensor(owners, dtype=torch.int32).to(device))
 
 
 def dot(left: Sequence[int], right: Sequence[int]) -> int:

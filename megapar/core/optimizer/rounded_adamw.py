@@ -34,7 +34,7 @@ class RoundedAdamW(AdamW):
         form, shards = op("adamw", step.numbers), (update.masters, update.grads, *update.states, update.weights)
         for *tensors, pieces in zip(*shards, update.pieces, strict=True):
             form(tuple(tensors), pieces, step)
-        torch._foreach_add_(update.steps, 1.0 if update.found_inf is None else 1.0 - update.found_inf)
+        update.count()
 
     def _numbers(self, update: Update) -> Tensor:
         """Return ``AdamWStep.numbers``, without a copy from the host, which would wait for the device."""

@@ -66,6 +66,13 @@ class Update:
     pieces: Sequence[ShardPieces] = ()
     weights: Sequence[Tensor | None] = ()
 
+    def count(self) -> None:
+        """Count the update in ``steps``, unless it is skipped."""
+        if self.found_inf is None:
+            torch._foreach_add_(self.steps, 1.0)
+        else:  # a list: a single scalar on the device would be read on the host
+            torch._foreach_add_(self.steps, [1.0 - self.found_inf] * len(self.steps))
+
 
 class UpdateRule(ABC):
     """The update that an optimizer makes of master weights, and the states that it keeps of them.
@@ -178,4 +185,4 @@ class Sgd(UpdateRule):
             found_inf=update.found_inf,
             grad_scale=update.grad_scale,
         )
-        torch._foreach_add_(update.steps, 1.0 if update.found_inf is None else 1.0 - update.found_inf)
+        update.count()

@@ -82,9 +82,11 @@ class DeviceMask:
             return self.starts
         if device not in self._samples:
             samples, length = self.host.samples, self.host.length
-            whole = self.host.ends is None
-            starts = torch.arange(samples + 1) * length if whole else torch.tensor((0, *self.host.flat_ends))
-            self._samples[device] = starts.to(device, torch.int32)
+            if self.host.ends is None:  # made there: a copy would have the host wait
+                starts = torch.arange(samples + 1, dtype=torch.int32, device=device) * length
+            else:
+                starts = torch.tensor((0, *self.host.flat_ends), dtype=torch.int32).to(device)
+            self._samples[device] = starts
         return self._samples[device]
 
     def cut(self, place: slice, device: torch.device = _CPU) -> DocumentSlice:
