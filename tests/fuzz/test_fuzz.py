@@ -82,7 +82,7 @@ def test_a_failure_is_minimised_and_the_run_goes_on() -> None:
         wrong = given.get("sharding_stage") == 2 and given.get("clip_grad") == 0.05
         return Outcome(FAILED, text="wrong") if wrong else Outcome(EQUAL)
 
-    tally = last(Fuzzer(5, max_cases=30, check=fails_with_two_flags))
+    tally = last(Fuzzer(6, max_cases=30, check=fails_with_two_flags))
     assert tally.tried == 30
     smallest = min(tally.failures, key=lambda case: (case.world_size, len(case.settings)))
     simplest = spell_all(dict(smallest.settings))

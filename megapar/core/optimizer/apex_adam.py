@@ -55,7 +55,7 @@ class _Kernel:
         for master in update.masters:
             master.grad = None
         self._skipped.copy_(found_inf.view(()))
-        torch._foreach_add_(update.steps, 1.0 - self._skipped)
+        update.count()
 
 
 @dataclass(frozen=True)

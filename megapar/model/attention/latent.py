@@ -227,6 +227,7 @@ class LatentCosts:
         moved = whole + e * t * (N * self.sizes.key_dim + joined)
         if self.sizes.sinks:  # weigh the output, which is read and written
             moved += 2 * e * t * N * self.sizes.value_dim
+            transient += 2 * view.wide_bytes * t * N * self.sizes.value_dim
         return OpCost("core", kept, scores=scores, moved=moved, sent=self._sent(), transient=transient)
 
     def _sent(self) -> tuple[CommCost, ...]:

@@ -41,6 +41,7 @@ from megapar.core.device.attention.slices import packed_attention_slice_referenc
 from megapar.core.device.attention.table import DOCUMENTS, WINDOW
 from megapar.core.device.attention.whole import attention_reference
 from megapar.core.device.compiled import counted
+from megapar.core.device.dtypes import at_least_fp32
 from megapar.core.device.ops import op
 from megapar.core.recompute.selective import Rematerialized, consume
 from megapar.core.tensor_parallel.execution import DEFAULT
@@ -198,8 +199,9 @@ class SelfAttention(nn.Module, ABC):
 
     def _own_sinks(self, sinks: Tensor) -> Tensor:
         """Return the sinks of the heads of the core: all of this rank, or those that it has among cp ranks."""
-        cp = self.cp
-        return local(sinks).chunk(cp.axis.size)[cp.axis.rank] if cp.deals_heads else local(sinks)
+        cp, own = self.cp, local(sinks)
+        own = own.to(at_least_fp32(own.dtype))  # gradients of several calls are summed so
+        return own.chunk(cp.axis.size)[cp.axis.rank] if cp.deals_heads else own
 
     def clip_factors(self, factors: Tensor) -> dict[str, Tensor]:
         """Return factors that multiply the scores of this rank's heads by ``factors`` [N], by name of the parameter.

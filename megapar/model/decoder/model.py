@@ -388,7 +388,7 @@ class Decoder(nn.Module):
         halos = self.cp.halos(mask.within(sizes.window_size))
         # Tiles need no tensors. Padding is after the text, which does not attend to it.
         shared = plan is not None or plans is not None
-        device_mask = DeviceMask(mask) if shared else DeviceMask.of(mask, batch["tokens"].device, places)
+        device_mask = DeviceMask(mask) if shared and not halos else DeviceMask.of(mask, batch["tokens"].device, places)
         text = valid
         if valid is not None and self.cp.deals_heads:
             text = self._text(batch, length * ranks)

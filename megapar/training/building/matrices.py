@@ -13,7 +13,7 @@ from megapar.core.optimizer.matrix_plan import Matrix
 from megapar.core.sharding.cut import ParameterInfo, master_box
 from megapar.model.parameter import HfPiece, ParameterSpec
 
-_APART = ("embedding", "head")  # units whose weights are looked up or make logits
+_APART = ("embedding", "head")  # units whose weights are looked up or make logits, but for a block of prediction
 _HEADS = re.compile(r"\b(q|k|v|q_b|kv_b|query|key|value)(_proj)?\.weight$")  # projections that make heads
 
 
@@ -26,7 +26,9 @@ def marked(table: Sequence[ParameterSpec]) -> tuple[ParameterSpec, ...]:
 
 
 def _is_matrix(spec: ParameterSpec) -> bool:
-    if not spec.trainable or spec.init != "normal" or spec.router or spec.unit in _APART:
+    if not spec.trainable or spec.init != "normal" or spec.router:
+        return False
+    if spec.unit in _APART and not spec.name.startswith("mtp."):
         return False
     return all(len(piece.hf_shape) == 2 and min(piece.hf_shape) > 1 for piece in spec.pieces)
 

@@ -259,7 +259,12 @@ def another_schedule(saved: Mapping[str, Any], now: Mapping[str, Any], steps: in
     ordered = sorted(changed, key=list(_FLAGS).index)
     differences = "; ".join(f"{_FLAGS[name]} is {before.get(name)} there and {now[name]} here" for name in ordered)
     fix = "Pass the same flags, or --override-opt-param-scheduler to continue with the new ones."
-    if ordered in (["decay_iters"], ["decay_iters", "wsd_decay_iters"]):  # they follow from --train-iters
+    follow = [name for name in ordered if name != "weight_decay_iters"]
+    if follow != ordered and not follow:
+        fix = (
+            "Pass --override-opt-param-scheduler to stretch the increase of the weight decay to the new --train-iters."
+        )
+    elif ordered in (["decay_iters"], ["decay_iters", "wsd_decay_iters"]):  # they follow from --train-iters
         same = " ".join(f"{_FLAGS[name]} {before.get(name)}" for name in ordered)
         fix = (
             f"Pass {same} to keep the schedule (the rate stays at --min-lr after its end), or "

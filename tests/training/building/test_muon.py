@@ -34,6 +34,14 @@ def test_matrices_are_weights_of_layers_without_routers() -> None:
     assert any(spec.matrix for spec in marked(table_of(ERNIE)))
 
 
+def test_the_block_of_multi_token_prediction_has_matrices_and_the_head_has_none() -> None:
+    table = {spec.name: spec.matrix for spec in marked(table_of(replace(MOE, mtp_depth=1)))}
+    assert {"mtp.proj.weight", "mtp.block.attention.qkv.weight"} <= {name for name, matrix in table.items() if matrix}
+    assert not any(
+        matrix for name, matrix in table.items() if "norm" in name or name.startswith(("lm_head", "embedding"))
+    )
+
+
 @pytest.mark.parametrize(
     ("split", "shapes"),
     [

@@ -170,4 +170,6 @@ def test_another_course_of_weight_decay_is_named() -> None:
     assert another_schedule(now, now) is None
     assert "--weight-decay-incr-style is linear there and constant here" in another_schedule(now, rate)[0]
     longer = {**rate, **WeightDecay(0.1, 0.3, "linear", 9).to_dict()}
-    assert another_schedule(now, longer)[0] == "--train-iters is 8 there and 9 here"
+    differences, fix = another_schedule(now, longer)
+    assert differences == "--train-iters is 8 there and 9 here"
+    assert fix.startswith("Pass --override-opt-param-scheduler to stretch the increase")
