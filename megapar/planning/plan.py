@@ -67,15 +67,20 @@ class Plan:
             raise ConfigError(complaints)
         self.config = config
         self.kind = kind
-        longest = max(config.phases.spans, key=lambda span: span.seq_length)
+        self._reached = [span for span, _ in config.phases.until(config.training.train_iters)]
+        longest = max(self._reached, key=lambda span: span.seq_length)
         run = config.of_phase(longest) if config.data.data_phases else config
         self.run = PlannedRun(run, kind, assumed, shared or Shared())
         self._token_budget = token_budget
 
     @cached_property
     def memory(self) -> tuple[StageMemory, ...]:
-        """Memory of each pipeline stage."""
-        return tuple(stage_memory(self.run, stage) for stage in range(self.config.grid.pp))
+        """Memory of each pipeline stage, in the phase of the data that needs most there."""
+        runs = [self.run]
+        if self.config.data.data_phases:
+            runs = [PlannedRun(self.config.of_phase(span), self.kind, self.run.assumed) for span in self._reached]
+        stages = range(self.config.grid.pp)
+        return tuple(max((stage_memory(run, stage) for run in runs), key=lambda held: held.peak) for stage in stages)
 
     @cached_property
     def traffic(self) -> tuple[dict[str, float], ...]:

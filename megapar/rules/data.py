@@ -49,6 +49,15 @@ def _no_place(f: Facts) -> str:
     return ""
 
 
+def _warms_up_before_phases(f: Facts) -> bool:
+    """Return True if no phase with a learning rate begins inside the warmup; of phases without places, too."""
+    if _no_place(f):
+        return True
+    batch = BatchSize(f.global_batch_size, *(f.rampup_batch_size or ()))
+    spans = plan_phases(parse_phases(f.data_phases), f.seq_length, batch).spans
+    return all(span.first_step >= f.lr_warmup_iters for span in spans if span.rate)
+
+
 def _has_records(f: Facts) -> bool:
     """Return True if some data may consist of records; files are not opened here."""
     words = [word for word in (*f.data_path, *f.eval_data_path) if not NUMBER.fullmatch(word)]
@@ -128,6 +137,17 @@ RULES: tuple[Rule, ...] = (
         fix="Choose --lr-decay-style constant, or leave the lr of the phases out.",
         passing="--data-path a=a.jsonl --lr-decay-style constant --data-phases '0: a=1 lr=0'",
         failing="--data-path a=a.jsonl --lr-decay-style wsd --data-phases '0: a=1 lr=0'",
+        models=MOE,
+    ),
+    _row(
+        id="phases-warmup",
+        reads=("data_phases", "lr_warmup_iters", "seq_length", "global_batch_size", "rampup_batch_size"),
+        when=lambda f: f.data_phases is not None and f.lr_warmup_iters > 0,
+        requires=_warms_up_before_phases,
+        message="the lr of a phase begins at the rate before it, which inside the warmup is not that of --lr",
+        fix="Give an lr to phases that begin after --lr-warmup-iters only.",
+        passing="--data-path a=a.jsonl --lr-warmup-iters 2 --data-phases '0: a=1; 2 iterations: a=1 lr=0'",
+        failing="--data-path a=a.jsonl --lr-warmup-iters 2 --data-phases '0: a=1 lr=0'",
         models=MOE,
     ),
     _row(

@@ -212,6 +212,9 @@ PROOFS: dict[str, Proof] = {
     "phases-sources": Proof(argument="a source of a phase would have no path, or a source that is named no phase"),
     "phases-places": Proof(argument="a phase that is written would never be trained on, or the ramp would end in it"),
     "phases-lr": Proof(argument="one of the two decays at the end would win in silence"),
+    "phases-warmup": Proof(
+        argument="the warmup would be cut off in silence, and the rate jump at the end of the phase"
+    ),
     "phases-decoupled-lr": Proof(
         argument="the rate of word embeddings would move to that of the phase, or stay, in silence"
     ),

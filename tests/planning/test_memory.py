@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from _pytest.mark import ParameterSet
 
@@ -239,6 +241,32 @@ def test_an_8b_model_fits_16_gpus_where_its_gradients_have_two_bytes() -> None:
     assert narrowest.reserved < 61 * 2**30
     seconds = [plan.speed.optimizer_seconds for plan in plans]
     assert seconds[0] > seconds[1] > seconds[2]
+
+
+def test_the_memory_of_phases_is_that_of_the_one_which_needs_most(tmp_path: Path) -> None:
+    """Of two phases with samples of one length, that with more micro-batches in flight, if the run reaches it."""
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n', encoding="utf-8")
+    line = ["--config", "configs/tiny.yaml", "--world-size", "4", "--pp-degree", "4", "--num-layers", "4"]
+    line += [
+        "--data-path",
+        f"a={tmp_path}/a.jsonl",
+        "--global-batch-size",
+        "4",
+        "--train-iters",
+        "4",
+        "--lr-warmup-iters",
+        "0",
+    ]
+    phases = "0: a=1; 2 iterations: a=1 global-batch-size=16"
+
+    def held(*flags: str) -> list[float]:
+        config = parse("moe", [*line, "--pp-schedule", "gpipe", *flags, "--validate-only"], {})
+        return [stage.peak for stage in Plan(config, device_kind("h100-80g")).memory]
+
+    one, larger = held(), held("--global-batch-size", "16")
+    assert all(a < b for a, b in zip(one, larger, strict=True))
+    assert held("--data-phases", phases) == larger
+    assert held("--data-phases", phases, "--train-iters", "2") == one
 
 
 def test_host_memory_holds_offloaded_inputs_of_all_micro_batches_in_flight() -> None:

@@ -95,7 +95,7 @@ class Stepper:
         else:
             verdict = self.step_guard.decide(work, summed, self._apply_votes(summed.norm_and_votes))
         number = progress.iteration - progress.skipped_steps
-        lr, rates = self.learning_rate.at(number), self._rates(number)
+        lr, rates = self.learning_rate.at(number, progress.iteration), self._rates(number)
         update = UpdateFacts()
         if not verdict.skipped:
             update = self._update(work.iteration, verdict.summed, lr, rates, found_inf)

@@ -60,13 +60,17 @@ class LearningRate:
         floor = self.floor if self.decoupled_floor is None else self.decoupled_floor
         return replace(self, peak=self.decoupled_peak, floor=floor, decoupled_peak=None, decoupled_floor=None)
 
-    def at(self, iteration: int) -> float:
-        """Return the learning rate of optimizer step ``iteration``, counted from 0."""
+    def at(self, iteration: int, step: int | None = None) -> float:
+        """Return the learning rate of optimizer step ``iteration``, counted from 0.
+
+        step: The same with updates that were skipped, which phases count as the data does; by default none was.
+        """
+        place = iteration if step is None else step
         for number, (first, end, to, style) in enumerate(self.targets):
-            if first <= iteration < end:
+            if first <= place < end:
                 before = self.targets[number - 1] if number else None
                 begin = before[2] if before is not None and before[1] == first else self._base(first)
-                left = 0.0 if style == "constant" else DECAYS[style]((iteration - first) / (end - first))
+                left = 0.0 if style == "constant" else DECAYS[style]((place - first) / (end - first))
                 return to + (begin - to) * left
         return self._base(iteration)
 

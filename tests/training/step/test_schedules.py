@@ -48,6 +48,9 @@ def test_a_phase_goes_from_the_rate_at_its_beginning_to_its_own() -> None:
     assert rate.at(40) == pytest.approx(0.4, rel=1e-15)  # the end of the phase before it, not the schedule's 0.6
     assert rate.at(50) == pytest.approx(0.25, rel=1e-15)
     assert {rate.at(i) for i in range(80, 90)} == {0.5}
+    # Two updates were skipped: phases begin with their data, and the schedule between them goes on by updates.
+    assert [rate.at(18, 20), rate.at(28, 30), rate.at(38, 40)] == [rate.at(20), rate.at(30), rate.at(40)]
+    assert rate.at(58, 60) == base.at(58)
 
 
 def test_only_phases_that_have_begun_are_the_schedule_of_a_checkpoint() -> None:
