@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass
 from typing import Any, ClassVar
 
-from megapar.model.sizes import require_choice
 from megapar.schema import role as roles
 from megapar.schema.flag import Alias, flag, to_flags
+from megapar.schema.legal_values import require_choice
 
 NONE, LINEAR, LLAMA3, YARN = "none", "linear", "llama3", "yarn"
 SCALED = (LINEAR, LLAMA3, YARN)

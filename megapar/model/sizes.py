@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from megapar.model.attention_sizes import AttentionSizes
 from megapar.schema import role as roles
 from megapar.schema.flag import flag
-from megapar.schema.legal_values import MAX_LAYERS
+from megapar.schema.legal_values import MAX_LAYERS, require_choice
 
 ACTIVATIONS = ("swiglu", "gelu", "clamped_swiglu")
 GATED = ("swiglu", "clamped_swiglu")
@@ -195,9 +195,3 @@ def check_choices(sizes: Any) -> None:
     for item in fields(sizes):
         if legal := item.metadata.get("flag", {}).get("choices"):
             require_choice(item.name, getattr(sizes, item.name), legal)
-
-
-def require_choice(field: str, value: str, legal: Iterable[str]) -> None:
-    """Raise ValueError unless ``value`` is one of ``legal``."""
-    if value not in legal:
-        raise ValueError(f"{field} is {value!r}; choose one of {', '.join(legal)}")

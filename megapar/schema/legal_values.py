@@ -7,7 +7,7 @@ of any length. A value that passes its check is safe to calculate with.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 MAX_INT = 2**63 - 1
@@ -19,6 +19,12 @@ Check = Callable[[Any], str]
 
 MAX_LAYERS = 10_000
 """Maximum number of layers; each has entries in lists, so that more would fill the memory instead of being refused."""
+
+
+def require_choice(field: str, value: str, legal: Iterable[str]) -> None:
+    """Raise ValueError unless ``value`` is one of ``legal``: for direct callers, whom no rule refuses."""
+    if value not in legal:
+        raise ValueError(f"{field} is {value!r}; choose one of {', '.join(legal)}")
 
 
 def whole(low: int, high: int = MAX_INT, *, optional: bool = False) -> Check:
@@ -74,6 +80,14 @@ def rope(value: Any) -> str:
     return ""
 
 
+def rope_by_kind(value: Any) -> str:
+    """Accept an object with ``rope`` of one or both kinds of layers, or null."""
+    if value is None or not isinstance(value, dict):
+        return "" if value is None else "an object or null"
+    found = ((kind, rope(value[kind])) for kind in LAYER_KINDS if kind in value)
+    return next((f"an object whose {kind} is {wanted}" for kind, wanted in found if wanted), "")
+
+
 def layer_numbers(value: Any) -> str:
     """Accept a list of whole numbers of at least 0, or null."""
     legal = value is None or (isinstance(value, list) and all(not whole(0)(layer) for layer in value))
@@ -85,6 +99,8 @@ def anything(value: Any) -> str:
     return ""
 
 
+LAYER_KINDS = FULL, SLIDING = "full_attention", "sliding_attention"
+"""Kinds of layers by their names in config.json: those that see all keys, and those with a window."""
 SIZE, OPTIONAL_SIZE, LAYERS = whole(1), whole(1, optional=True), whole(1, MAX_LAYERS)
 COUNT, OPTIONAL_COUNT = whole(0), whole(0, optional=True)
 PROBABILITY, OPTIONAL_PROBABILITY = number(0.0, 1.0), number(0.0, 1.0, optional=True)

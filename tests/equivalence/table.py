@@ -757,6 +757,21 @@ BLOCK_ROWS: tuple[Row, ...] = (
     sliced_row(2, (*HIDDEN_MP, *CROSS), SLICED_PLACES[3], (*WIDTH_NORMS, *MULTIPLIED), 1, _every(1)),
 )
 
+OTHER_ROPE = ("--window-rope", '{"rope_type":"linear","rope_theta":50,"factor":3}', "--no-rope-freq", "[0,0,1,0]")
+KINDS = (*ALTERNATING, *OTHER_ROPE)
+
+KIND_SUITE: tuple[Row, ...] = (
+    Row("moe", 2, (*MP2, *SP, *_every(1)), (*KINDS, *BOUNDARIES), 2),
+    Row("moe", 2, ("--pp-degree", "2", *ZERO_BUBBLE), KINDS, accumulation=4),
+)
+KIND_ROWS: tuple[Row, ...] = (
+    *KIND_SUITE,
+    Row("moe", 2, (*MP2, *SP), (*OLMO2, *KINDS)),
+    Row("moe", 2, EP2, (*KINDS, *DROPS), 2),
+    Row("moe", 2, _cp(2, "ring"), ("--no-rope-freq", "2")),
+    sliced_row(2, (*HIDDEN_MP, *CROSS), SLICED_PLACES[3], ("--no-rope-freq", "2"), 1, _every(1)),
+)
+
 LONGER = ("--original-max-position-embeddings", "5", "--rope-theta", "50", "--rope-scaling-factor", "3.7")
 YARN = ("--rope-scaling-type", "yarn", *LONGER, "--mscale", "1.25", "--mscale-all-dim", "0.75")
 LLAMA3 = ("--rope-scaling-type", "llama3", *LONGER)

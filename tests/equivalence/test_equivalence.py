@@ -22,6 +22,8 @@ from tests.equivalence.table import (
     FORCED_SUITE,
     FP8_ROWS,
     FP8_SUITE,
+    KIND_ROWS,
+    KIND_SUITE,
     LATENT_CONTEXT_ROWS,
     LATENT_ROWS,
     LATENT_SUITE,
@@ -139,6 +141,7 @@ NAMED_ROWS = [
     *_marked(MUON_ROWS, MUON_SUITE),
     *_marked(WINDOW_ROWS, WINDOW_SUITE),
     *_marked(SHARED_WINDOW_ROWS, SHARED_WINDOW_SUITE),
+    *_marked(KIND_ROWS, KIND_SUITE),
     *_marked(FP8_ROWS, FP8_SUITE),
     *_marked(QK_CLIP_ROWS, QK_CLIP_SUITE),
     *_marked(SINK_ROWS, SINK_SUITE),
@@ -269,6 +272,7 @@ OTHER_BF16_ROWS = [
     *(row for rows in (ALL_LATENT_ROWS, NODE_ROWS, MOVED_ROWS) for row in _rounding(rows, ())),
     *_rounding(WINDOW_ROWS, WINDOW_SUITE[:1]),
     *_rounding(SINK_ROWS, SINK_SUITE[:1]),
+    *_rounding(KIND_ROWS, KIND_SUITE[:1]),
 ]
 
 

@@ -328,6 +328,20 @@ def windowed(d: Drawn) -> list[str | None]:
     return [None, *(["2", f"[1]+[0]*{d.num_layers - 1}"] if d.num_layers > 1 else [])]
 
 
+def window_ropes(d: Drawn) -> list[str | None]:
+    """The rope of the other layers, another base, and a scaling."""
+    if d.position_embedding_type != "rope" or d.window_size in (None, "none"):
+        return [None]
+    return [None, "50", '{"rope_type":"linear","rope_theta":70,"factor":3}']
+
+
+def unrotated(d: Drawn) -> list[str | None]:
+    """Rotary positions in all layers, in every second one, or not in the first."""
+    if d.position_embedding_type != "rope" or d.multi_latent_attention or d.num_layers == 1:
+        return [None]
+    return [None, None, "2", f"[1]+[0]*{d.num_layers - 1}"]
+
+
 def expert_widths(d: Drawn) -> list[tuple[int, ...] | None]:
     layers = len(layers_of(to_pattern(d.moe_layer_freq), d.num_layers, d.first_k_dense))
     return [None, None, tuple(mp(d) * (3 + layer % 3) for layer in range(layers))]

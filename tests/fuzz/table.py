@@ -197,6 +197,8 @@ DECODER = (
     Option("window_size", legal.windows, wild=("0", "3", "2,0", "2,1"), size=True),
     Option("attention_sinks", (None, None, True)),
     Option("window_attn_skip_freq", legal.windowed, wild=("2", "[1]*5", "[0]"), group=some),
+    Option("window_rope", legal.window_ropes, wild=("50", "[50]")),
+    Option("no_rope_freq", legal.unrotated, wild=("2", "1", "[1,0]"), group=some),
     Option("rotary_percent", legal.rotated_shares, when=legal.has_plain_heads, wild=(0.5, 0.3), size=True),
     Option(
         "rope_scaling_type",

@@ -384,7 +384,7 @@ def test_masks_are_those_of_a_place():
 def test_nothing_of_a_slice_is_copied_for_the_keys_of_later_ones():
     """Under cross-layer slicing keys grow in one buffer: what all slices keep of it shares one storage."""
     slices = Slicing(4).cut(16)
-    model = build(MOE, dtype=torch.float64)
+    model = build(replace(MOE, position_embedding_type="learned"), dtype=torch.float64)
     context = Context(
         DeviceMask(AttentionMask(2, 16, causal=True)), None, 32, slices=slices, own_slices=slices, whole_slices=slices
     )

@@ -30,6 +30,7 @@ SIZES: Mapping[str, ModelSizes] = {
     "MistralForCausalLM": replace(DENSE, tie_embeddings=False, window_size=5),
     "MixtralForCausalLM": replace(MOE, first_k_dense=0, moe=PLAIN, ffn_hidden_size=16, window_size=5),
     "Olmo2ForCausalLM": replace(DENSE, head_dim=12, **OLMO2),
+    "SmolLM3ForCausalLM": replace(DENSE, **LATER, no_rope_freq="2", tie_embeddings=False),
     "Qwen2ForCausalLM": replace(DENSE, **ALTERNATING, add_qkv_bias=True, layernorm_epsilon=1e-6),
     "Qwen3ForCausalLM": replace(DENSE, **LATER, qk_norm=True, head_dim=12),
     "Qwen2MoeForCausalLM": replace(

@@ -182,7 +182,7 @@ def test_it_measures_what_a_layer_keeps() -> None:
     mask = DeviceMask(AttentionMask(2, config.model.seq_length, causal=True))
     positions = torch.arange(config.model.seq_length).expand(2, -1)
     angles = RotaryEmbedding(config.model.head_dim, config.model.rope_theta, torch.float32).angles(positions)
-    context = Context(mask, None, 2 * config.model.seq_length, angles)
+    context = Context(mask, None, 2 * config.model.seq_length, {config.model.attention.rope: angles})
     for layer, block in enumerate(adapting.job.model.layers.values()):
         with MemoryTracker() as tracker:
             y, stats = block(x, context)

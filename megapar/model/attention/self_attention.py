@@ -128,10 +128,14 @@ class SelfAttention(nn.Module, ABC):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """Return [B, S(/mp), H] for x [B, S(/mp), H]."""
-        q, k, v, *more = self.project(x, context.angles)
+        q, k, v, *more = self.project(x, self.angles_of(context))
         y = self.core(q, k, v, context, more)
         del q, k, v  # without a backward nothing else holds them
         return self.output(y, *more)
+
+    def angles_of(self, context: Context) -> Angles | None:
+        """Return the angles of this layer's rope; None without."""
+        return None if self.sizes.rope is None else context.angles[self.sizes.rope]
 
     def remaker(self) -> Callable[..., tuple[Tensor, Tensor]] | None:
         """Return a function that makes k and v from what ``project`` returned after them, with the present weights.

@@ -71,7 +71,7 @@ class CausalSlices:
     def prepare(self, x_BSH: Tensor) -> None:
         """Compute queries, keys and values of all slices."""
         self.prepared = True
-        heads = self._attention.project(x_BSH, self._context.angles)
+        heads = self._attention.project(x_BSH, self._attention.angles_of(self._context))
         pieces = (split_slices(x, self._context.slices) for x in heads)
         self._heads = dict(enumerate(zip(*pieces, strict=True)))
         self._latents = [heads[3:]] if heads[3:] else []
@@ -89,7 +89,7 @@ class CausalSlices:
         """Compute queries, keys and values of slice ``number``."""
         if self.prepared:
             return
-        angles, place = self._context.angles, self._context.slices[number]
+        angles, place = self._attention.angles_of(self._context), self._context.slices[number]
         slice_angles = None if angles is None else (angles[0][:, place], angles[1][:, place])
         self._heads[number] = self._attention.finish_project(self._entering.pop(number), slice_angles)
 

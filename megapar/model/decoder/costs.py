@@ -27,7 +27,7 @@ class DecoderCost(ModelCost):
         self._operators = Operators(
             view, sizes.hidden_size, normalization=sizes.normalization, dropout=bool(sizes.hidden_dropout)
         )
-        self._kinds: dict[tuple[MoeSizes | None, int, frozenset[str]], UnitCost] = {}
+        self._kinds: dict[tuple[MoeSizes | None, int, bool, frozenset[str]], UnitCost] = {}
         self._layers: dict[int, UnitCost] = {}
 
     @property
@@ -36,10 +36,10 @@ class DecoderCost(ModelCost):
 
     @property
     def context(self) -> float:
-        """See ``ModelCost``: sine and cosine of rotary positions, half of a head's features each."""
-        if self.sizes.position_embedding_type != "rope":
-            return 0.0
-        return self.view.wide_bytes * self.view.tokens * self.sizes.attention.rotary_dim
+        """See ``ModelCost``: sine and cosine of each rope, half of a head's features each."""
+        blocks = range(self.sizes.num_layers + self.sizes.mtp_depth)
+        ropes = len({self.sizes.rope_at(layer) for layer in blocks} - {None})
+        return self.view.wide_bytes * self.view.tokens * self.sizes.attention.rotary_dim * ropes
 
     @cached_property
     def embedding(self) -> UnitCost:
@@ -54,7 +54,7 @@ class DecoderCost(ModelCost):
     def layer(self, number: int) -> UnitCost:
         """Return the cost of layer ``number``."""
         if number not in self._layers:
-            key = self.sizes.moe_at(number), self.sizes.window_at(number), self.view.recomputed(number)
+            key = *self._kind(number), self.view.recomputed(number)
             if key not in self._kinds:
                 self._kinds[key] = self._layer(*key)
             self._layers[number] = self._kinds[key]
@@ -62,7 +62,7 @@ class DecoderCost(ModelCost):
 
     @property
     def attention(self) -> Sequence[OpCost]:
-        return self._attention(0)
+        return self._attention(0, self.sizes.position_embedding_type == "rope")
 
     @cached_property
     def head(self) -> UnitCost:
@@ -80,7 +80,7 @@ class DecoderCost(ModelCost):
         )
         if self.sizes.mtp_depth:  # one more block and head, after a projection of two concatenated inputs
             last = self.sizes.num_layers
-            block = self._layer(self.sizes.moe_at(last), self.sizes.window_at(last), view.recomputed(None))
+            block = self._layer(*self._kind(last), view.recomputed(None))
             head = (*head, self._join(), *block.operators, *head)
         return UnitCost("head", head, x)
 
@@ -91,17 +91,20 @@ class DecoderCost(ModelCost):
             sizes = replace(sizes, moe=replace(sizes.moe, kind=MEGATRON_MOE))
         return super().forward_flops(sizes, seq_length)
 
-    def _attention(self, window: int) -> list[OpCost]:
+    def _kind(self, number: int) -> tuple[MoeSizes | None, int, bool]:
+        """Return what the costs of a layer depend on: its experts, its window, and whether it has rotary positions."""
+        return self.sizes.moe_at(number), self.sizes.window_at(number), self.sizes.rope_at(number) is not None
+
+    def _attention(self, window: int, rotary: bool) -> list[OpCost]:
         """Return the operators of attention in a window of so many keys; 0: of all."""
-        rotary = self.sizes.position_embedding_type == "rope"
         mask = AttentionMask(1, self.view.seq_length, self.sizes.attention.causal).within(window)
         shape = AttentionShape(self.sizes.attention, (mask,), rotary)
         return kind_of(shape.sizes).costs(self._operators, shape)
 
-    def _layer(self, moe: MoeSizes | None, window: int, recomputed: frozenset[str]) -> UnitCost:
+    def _layer(self, moe: MoeSizes | None, window: int, rotary: bool, recomputed: frozenset[str]) -> UnitCost:
         sizes, ops = self.sizes, self._operators
         after, arriving = sizes.norm_placement == "output", 0.0
-        norm, *parts = self._attention(window)
+        norm, *parts = self._attention(window, rotary)
         parts = [*parts, norm] if after else [norm, *parts, ops.norm()]
         if moe is not None:
             parts += expert_costs(self.view, moe)

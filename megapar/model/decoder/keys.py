@@ -6,17 +6,21 @@ from collections.abc import Callable
 from typing import Any
 
 from megapar.model.decoder.layer_pattern import ernie_interval, flags_of, layers_of, to_pattern
+from megapar.model.decoder.layer_ropes import no_rope_text, roped_or_all
 from megapar.model.decoder.rope_keys import rope_settings
 from megapar.model.decoder.windows import NO_FULL, skip_text, window_or_none, window_text, windowed_or_all
 from megapar.schema.legal_values import (
     COUNT,
     EPSILON,
+    FULL,
+    LAYER_KINDS,
     LAYERS,
     OPTIONAL_COUNT,
     OPTIONAL_PROBABILITY,
     OPTIONAL_SIZE,
     POSITIVE,
     SIZE,
+    SLIDING,
     Check,
     anything,
     layer_numbers,
@@ -111,19 +115,36 @@ def _sliding(config: Json) -> tuple[bool, ...]:
     layers = config["num_hidden_layers"]
     if not config["use_sliding_window"]:
         return (False,) * layers
-    if kinds := config.get("layer_types"):
-        return tuple(kind == "sliding_attention" for kind in kinds)
-    return tuple(number >= config["max_window_layers"] for number in range(layers))
+    return _listed_sliding(config) or tuple(number >= config["max_window_layers"] for number in range(layers))
 
 
 def _alternating(config: Json) -> tuple[bool, ...]:
     """Return for each layer of GPT-OSS whether it has the window: those listed, or every second one from the first."""
     layers = config["num_hidden_layers"]
-    kinds = config.get("layer_types") or ["sliding_attention", "full_attention"] * layers
-    return tuple(kind == "sliding_attention" for kind in kinds[:layers])
+    kinds = config.get("layer_types") or [SLIDING, FULL] * layers
+    return tuple(kind == SLIDING for kind in kinds[:layers])
 
 
-def _windowed(settings: Settings) -> tuple[bool, ...]:
+def _unrotated(config: Json) -> tuple[bool, ...]:
+    """Return for each layer of SmolLM3 whether it has no rotary positions: those listed with 0, or every N-th."""
+    layers, rotated = config["num_hidden_layers"], config.get("no_rope_layers")
+    if rotated is not None:
+        return tuple(not own for own in rotated[:layers])
+    return tuple((number + 1) % config["no_rope_layer_interval"] == 0 for number in range(layers))
+
+
+def _sliding_unrotated(config: Json) -> tuple[bool, ...]:
+    """Return for each layer of SmolLM3 whether it has the window: those listed, or those without rotary positions."""
+    if not config["use_sliding_window"]:
+        return (False,) * config["num_hidden_layers"]
+    return _listed_sliding(config) or _unrotated(config)
+
+
+def _listed_sliding(config: Json) -> tuple[bool, ...]:
+    return tuple(kind == SLIDING for kind in config.get("layer_types") or ())
+
+
+def windowed(settings: Settings) -> tuple[bool, ...]:
     """Return for each layer of a model whether it has a window; none if no layer has."""
     if not window_or_none(settings["window_size"]):
         return ()
@@ -134,32 +155,42 @@ def _window(settings: Settings) -> int | None:
     return window_or_none(settings["window_size"]) or None
 
 
+def _uses_window(settings: Settings) -> bool:
+    return bool(windowed(settings))
+
+
 def _kinds(settings: Settings) -> list[str] | None:
-    return ["sliding_attention" if own else "full_attention" for own in _windowed(settings)] or None
+    return [SLIDING if own else FULL for own in windowed(settings)] or None
 
 
 def _every_kind(settings: Settings) -> list[str]:
-    return _kinds(settings) or ["full_attention"] * settings["num_layers"]
+    return _kinds(settings) or [FULL] * settings["num_layers"]
 
 
 def _full_lead(settings: Settings) -> int | None:
     """Return the number of full layers before those with a window; None without, or with full layers after one."""
-    windowed = _windowed(settings)
-    full = windowed.count(False)
-    return full if windowed and all(windowed[full:]) else None
+    layers = windowed(settings)
+    full = layers.count(False)
+    return full if layers and all(layers[full:]) else None
+
+
+def wrong_list(config: Json) -> str:
+    """Return why ``layer_types`` is not a list of the two kinds of layers, "" if it is one, or is left out."""
+    kinds, layers = config.get("layer_types") or [], config["num_hidden_layers"]
+    if not kinds or (isinstance(kinds, list) and len(kinds) == layers and all(kind in LAYER_KINDS for kind in kinds)):
+        return ""
+    return f"and only a list of {FULL} and {SLIDING} for its {layers} layers is supported"
 
 
 def _wrong_kinds(config: Json) -> str:
-    kinds, layers = config.get("layer_types") or [], config["num_hidden_layers"]
-    if not kinds:
-        return ""
-    if len(kinds) != layers or not set(kinds) <= {"full_attention", "sliding_attention"}:
-        return f"and only a list of full_attention and sliding_attention for its {layers} layers is supported"
-    return (
-        ""
-        if config.get("use_sliding_window", True) or "sliding_attention" not in kinds
-        else "but use_sliding_window is not true"
-    )
+    unused = SLIDING in (config.get("layer_types") or []) and not config.get("use_sliding_window", True)
+    return wrong_list(config) or ("but use_sliding_window is not true" if unused else "")
+
+
+def _wrong_rotated(config: Json) -> str:
+    rotated, layers = config.get("no_rope_layers"), config["num_hidden_layers"]
+    whole = isinstance(rotated, list) and len(rotated) >= layers and all(own in (0, 1) for own in rotated)
+    return "" if rotated is None or whole else f"and only a list of 1 (rope) and 0 for its {layers} layers is supported"
 
 
 def _sizeless(config: Json) -> str:
@@ -172,17 +203,13 @@ def _mixed_kinds(config: Json) -> str:
     return "" if set(config.get("layer_types") or []) <= {kind} else "but the layers of this class are all alike"
 
 
-def _of_both(
-    name: str,
-    legal: Check,
-    from_flags: Callable[[Settings], Any],
-    sliding: Callable[[Json], tuple[bool, ...]] = _sliding,
-    **more: Any,
-) -> tuple[Setting, Setting]:
-    """Return the settings of a key that a change of the window, or of its layers, changes.
+Sliding = Callable[[Json], tuple[bool, ...]]  # config.json -> for each layer whether it has the window
 
-    sliding: Returns for each layer whether it has the window.
-    """
+
+def of_both(
+    sliding: Sliding, name: str, legal: Check, from_flags: Callable[[Settings], Any], **more: Any
+) -> tuple[Setting, Setting]:
+    """Return the settings of a key that a change of the window, or of its layers, changes."""
 
     def window(config: Json) -> str:
         return window_text(config["sliding_window"] if any(sliding(config)) else None)
@@ -197,6 +224,15 @@ def _of_both(
     )
 
 
+def _some_windows(sliding: Sliding) -> tuple[Setting, ...]:
+    """Return the settings of a window in some layers, which ``use_sliding_window`` turns on."""
+    return (
+        *of_both(sliding, "sliding_window", OPTIONAL_SIZE, _window),
+        *of_both(sliding, "use_sliding_window", true_or_false, _uses_window, implied=False, refused=_sizeless),
+        *of_both(sliding, "layer_types", anything, _kinds, implied=None, refused=_wrong_kinds),
+    )
+
+
 SAME_WINDOW = (
     Setting(
         "sliding_window",
@@ -207,16 +243,23 @@ SAME_WINDOW = (
     ),
     Setting("layer_types", anything, written=False, refused=_mixed_kinds),
 )
-QWEN_WINDOWS = (
-    *_of_both("sliding_window", OPTIONAL_SIZE, _window),
-    *_of_both("use_sliding_window", true_or_false, lambda s: bool(_windowed(s)), implied=False, refused=_sizeless),
-    *_of_both("max_window_layers", COUNT, _full_lead, implied=None),
-    *_of_both("layer_types", anything, _kinds, implied=None, refused=_wrong_kinds),
+QWEN_WINDOWS = (*_some_windows(_sliding), *of_both(_sliding, "max_window_layers", COUNT, _full_lead, implied=None))
+SMOLLM3_WINDOWS = _some_windows(_sliding_unrotated)
+SKIPPED_ROPE = (
+    Setting(
+        "no_rope_layers",
+        anything,
+        "no_rope_freq",
+        to_flag=lambda config: no_rope_text(tuple(not own for own in (*_unrotated(config), _unrotated(config)[-1]))),
+        from_flags=lambda s: [int(own) for own in roped_or_all(s["no_rope_freq"], s["num_layers"])[:-1]],
+        refused=_wrong_rotated,
+    ),
+    Setting("no_rope_layer_interval", SIZE, written=False),
 )
 UNUSED_WINDOW = 128  # the class needs a number if no layer has a window, too
 ALTERNATING_WINDOWS = (
-    *_of_both("sliding_window", SIZE, lambda settings: _window(settings) or UNUSED_WINDOW, _alternating),
-    *_of_both("layer_types", anything, _every_kind, _alternating, refused=_wrong_kinds),
+    *of_both(_alternating, "sliding_window", SIZE, lambda settings: _window(settings) or UNUSED_WINDOW),
+    *of_both(_alternating, "layer_types", anything, _every_kind, refused=wrong_list),
 )
 OUTPUT = (
     Setting(

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megapar.model.decoder.layer_pattern import ALL, ernie_interval, flags_of, layers_of, pattern_or_all
+from megapar.model.decoder.layer_ropes import SAME, rope_or_same, roped_or_all
 from megapar.model.decoder.windows import window_or_none, windowed_or_all
 from megapar.schema.published import Limit
 
@@ -155,6 +156,25 @@ SAME_WINDOW = Limit(
     passing="--num-experts 0 --qk-norm --num-layers 4 --window-size 4 --window-attn-skip-freq 2",
     failing="--num-experts 0 --num-layers 4 --window-size 4 --window-attn-skip-freq 2",
 )
+ONE_ROPE = Limit(
+    id="hf-window-rope",
+    reads=("window_rope",),
+    within=lambda f: rope_or_same(f.window_rope) is None,
+    message="all layers of this class have the same rotary positions",
+    instead=f"Or train with --window-rope {SAME}.",
+    passing="--window-size 4",
+    failing="--window-size 4 --window-rope 100",
+)
+ROPE_EVERYWHERE = Limit(
+    id="hf-no-rope",
+    reads=("no_rope_freq", "num_layers"),
+    within=lambda f: all(roped_or_all(f.no_rope_freq, f.num_layers)),
+    message="all layers of this class have rotary positions; some of SmolLM3 have none",
+    instead="Or train without --no-rope-freq.",
+    passing="--num-experts 0 --num-layers 4 --no-rope-freq 4",
+    failing="--num-layers 4 --no-rope-freq 4",
+)
+SKIPPED_ROPE = _opposite(ROPE_EVERYWHERE, "hf-no-rope-always", "some layers of this class have no rotary positions")
 DENSE = Limit(
     id="hf-dense", reads=("num_experts",), within=lambda f: f.num_experts == 0, message="this class has no experts"
 )

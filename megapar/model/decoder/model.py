@@ -173,8 +173,10 @@ class Decoder(nn.Module):
         self.sizes, self.mp, self.sequence_parallel, self.dtype = sizes, mp, sequence_parallel, dtype
         self.cp = cp or ContextParallel()
         self._arrangement = Arrangement(slicing or Slicing(), mp, sequence_parallel=sequence_parallel)
-        rotary_dim, angles_dim = sizes.attention.rotary_dim, sizes.attention.angles_dim
-        self._rope = RotaryEmbedding(rotary_dim, sizes.rope_theta, dtype, sizes.rope_scaling, angles_dim)
+        blocks = (*rank_layers.layers, *((sizes.num_layers,) if rank_layers.last and sizes.mtp_depth else ()))
+        dims = sizes.attention.rotary_dim, sizes.attention.angles_dim
+        ropes = {rope for layer in blocks if (rope := sizes.rope_at(layer)) is not None}
+        self._ropes = {rope: RotaryEmbedding(dims[0], rope.theta, dtype, rope.scaling, dims[1]) for rope in ropes}
         options: LayerOptions = {
             "mp": mp,
             "sequence_parallel": sequence_parallel,
@@ -371,9 +373,7 @@ class Decoder(nn.Module):
         return self._arrangement.arrange(x_BS)
 
     def _context(self, batch: dict[str, Tensor], valid_tokens: int | None) -> Context:
-        sizes, angles = self.sizes, None
-        if sizes.position_embedding_type == "rope":
-            angles = self._rope.angles(batch["positions"])
+        angles = {rope: embedding.angles(batch["positions"]) for rope, embedding in self._ropes.items()}
         valid = batch.get("valid")
         if valid_tokens is None:
             if self.cp.active:
@@ -385,7 +385,7 @@ class Decoder(nn.Module):
         ranks, ends = self.cp.axis.size, None if places is None else places.tolist()
         mask = AttentionMask.of(samples, length * ranks, causal=True, ends=ends)
         plan, plans = (None, self.cp.slice_plans(mask)) if self.slicing.active else (self.cp.plan(mask), None)
-        halos = self.cp.halos(mask.within(sizes.window_size))
+        halos = self.cp.halos(mask.within(self.sizes.window_size))
         # Tiles need no tensors. Padding is after the text, which does not attend to it.
         shared = plan is not None or plans is not None
         device_mask = DeviceMask(mask) if shared and not halos else DeviceMask.of(mask, batch["tokens"].device, places)

@@ -35,11 +35,14 @@ from megapar.model.decoder.keys import (
     QWEN_SHARED,
     QWEN_WINDOWS,
     SAME_WINDOW,
+    SKIPPED_ROPE,
+    SMOLLM3_WINDOWS,
     VOCABULARY,
     attention_settings,
     with_windows,
 )
 from megapar.model.decoder.layer_pattern import ALL, to_text
+from megapar.model.decoder.layer_ropes import SAME, rope_text
 from megapar.model.decoder.sizes import DENSE_BLOCK, LAYER_BLOCK, DecoderSizes
 from megapar.model.decoder.windows import NO_FULL, NONE, window_text
 from megapar.model.rope_scaling import flags_of_scaling
@@ -69,6 +72,8 @@ DENSE_FLAGS = {
     "window_size": NONE,
     "window_attn_skip_freq": NO_FULL,
     "attention_sinks": False,
+    "window_rope": SAME,
+    "no_rope_freq": NO_FULL,
 }
 EXPERT_FLAGS = {
     **DENSE_FLAGS,
@@ -81,12 +86,13 @@ EXPERT_FLAGS = {
     "moe_router_linear_bias": False,
 }
 PLAIN_BLOCK = (limits.NO_LATENT, limits.HEAD_NORMS, limits.INPUT_NORMS, limits.NO_MULTIPLIERS)
-DENSE_FORM = (limits.VARIETY, limits.DENSE, limits.WHOLE_HEADS_ROTATED)
+SAME_ROPE = (limits.ONE_ROPE, limits.ROPE_EVERYWHERE)
+DENSE_FORM = (limits.VARIETY, *SAME_ROPE, limits.DENSE, limits.WHOLE_HEADS_ROTATED)
 DENSE_LIMITS = (*DENSE_FORM, *PLAIN_BLOCK)
 MISTRAL_LIMITS = (*DENSE_LIMITS, limits.NO_QK_NORM, limits.NO_QKV_BIAS)
 PLAIN_DENSE_LIMITS = (*MISTRAL_LIMITS, limits.NO_WINDOW)
 EXPERT_FORM = (
-    limits.VARIETY, limits.EXPERTS, limits.WHOLE_HEADS_ROTATED, limits.NO_EXPERT_BIAS, limits.PLAIN_ROUTING,
+    limits.VARIETY, *SAME_ROPE, limits.EXPERTS, limits.WHOLE_HEADS_ROTATED, limits.NO_EXPERT_BIAS, limits.PLAIN_ROUTING,
     limits.ONE_EXPERT_SIZE,
 )  # fmt: skip
 NO_SHARED = (limits.NO_SHARED_EXPERTS, limits.NO_SHARED_GATE)
@@ -216,6 +222,29 @@ QWEN3 = llama_like(
     renames=QK_NORM_NAMES,
     specific=(limits.QK_NORM,),
     remark="norms on queries and keys; a window in some layers",
+)
+SMOLLM3_LIMITS = (
+    limits.VARIETY, limits.ONE_ROPE, limits.DENSE, limits.WHOLE_HEADS_ROTATED, *PLAIN_BLOCK, limits.NO_QK_NORM,
+    limits.NO_QKV_BIAS, limits.NO_MTP,
+)  # fmt: skip
+SMOLLM3 = llama_like(
+    name="SmolLM3ForCausalLM",
+    model_type="smollm3",
+    settings=(*with_windows((*DECODER, *LLAMA_BIASES), SMOLLM3_WINDOWS), *SKIPPED_ROPE),
+    defaults={
+        **QWEN_DEFAULTS,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 2000000.0,
+        "tie_word_embeddings": True,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "no_rope_layer_interval": 4,
+    },
+    flags=DENSE_FLAGS,
+    limits=SMOLLM3_LIMITS,
+    specific=(limits.DENSE, limits.SKIPPED_ROPE),
+    remark="no rotary positions in some layers; a window in some",
 )
 ERNIE4_5_MOE_LIMITS = (
     limits.NO_QK_NORM, *EXPERT_LIMITS, limits.DIVIDED_WEIGHTS, limits.WHOLE_SHARED_EXPERTS, limits.NO_SHARED_GATE,
@@ -364,9 +393,9 @@ GRANITE_MOE = llama_like(
     remark="a layer's experts in two tensors; factors on embeddings, attention scores, outputs of layers and logits",
 )
 GPT_OSS_LIMITS = (
-    limits.SINKS, limits.GPT_OSS_BLOCK, limits.EXPERTS, limits.WHOLE_HEADS_ROTATED, limits.PLAIN_ROUTING,
-    limits.ONE_EXPERT_SIZE, *PLAIN_BLOCK, limits.NO_QK_NORM, limits.NO_QKV_BIAS, *NO_SHARED, limits.ALL_EXPERTS,
-    limits.DIVIDED_WEIGHTS, limits.NO_MTP, limits.NO_CORRECTION_BIAS,
+    limits.SINKS, limits.GPT_OSS_BLOCK, *SAME_ROPE, limits.EXPERTS, limits.WHOLE_HEADS_ROTATED,
+    limits.PLAIN_ROUTING, limits.ONE_EXPERT_SIZE, *PLAIN_BLOCK, limits.NO_QK_NORM, limits.NO_QKV_BIAS, *NO_SHARED,
+    limits.ALL_EXPERTS, limits.DIVIDED_WEIGHTS, limits.NO_MTP, limits.NO_CORRECTION_BIAS,
 )  # fmt: skip
 GPT_OSS_YARN = {
     **{"rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "original_max_position_embeddings": 4096},
@@ -414,9 +443,9 @@ LEADING_AND_SHARED = (
     limits.SHARED_EXPERTS, limits.WHOLE_SHARED_EXPERTS, limits.NO_SHARED_GATE, limits.LEADING_DENSE,
 )  # fmt: skip
 LATENT_LIMITS = (
-    limits.LATENT, limits.LATENT_EPSILON, limits.VARIETY, limits.EXPERTS, limits.INPUT_NORMS, limits.NO_MULTIPLIERS,
-    limits.ONE_EXPERT_SIZE, *LEADING_AND_SHARED, limits.NO_QK_NORM, limits.HEAD_NORMS, limits.NO_QKV_BIAS,
-    limits.NO_EXPERT_BIAS, limits.WHOLE_HEADS_ROTATED, limits.NO_WINDOW,
+    limits.LATENT, limits.LATENT_EPSILON, limits.VARIETY, *SAME_ROPE, limits.EXPERTS, limits.INPUT_NORMS,
+    limits.NO_MULTIPLIERS, limits.ONE_EXPERT_SIZE, *LEADING_AND_SHARED, limits.NO_QK_NORM, limits.HEAD_NORMS,
+    limits.NO_QKV_BIAS, limits.NO_EXPERT_BIAS, limits.WHOLE_HEADS_ROTATED, limits.NO_WINDOW,
 )  # fmt: skip
 DEEPSEEK_DEFAULTS = {
     **DEFAULTS,
@@ -482,7 +511,7 @@ DEEPSEEK_V3 = PublishedArchitecture(
     "prediction as layer `num_hidden_layers`",
 )
 GLM4_MOE_LIMITS = (
-    limits.VARIETY, limits.EXPERTS, limits.NO_EXPERT_BIAS, limits.SIGMOID_SCORES, limits.ONE_EXPERT_SIZE,
+    limits.VARIETY, *SAME_ROPE, limits.EXPERTS, limits.NO_EXPERT_BIAS, limits.SIGMOID_SCORES, limits.ONE_EXPERT_SIZE,
     *PLAIN_BLOCK, limits.GROUPS_BY_TWO, *LEADING_AND_SHARED, limits.LAYER_MTP, limits.NO_WINDOW,
 )  # fmt: skip
 GLM4_MOE = llama_like(
@@ -524,8 +553,8 @@ GLM4_MOE = llama_like(
     "`num_hidden_layers`",
 )
 OWN = (
-    GPT_OSS, DEEPSEEK_V3, DEEPSEEK_V2, GLM4_MOE, OLMOE, QWEN3_MOE, GRANITE_MOE, QWEN2_MOE, MIXTRAL, ERNIE4_5_MOE, OLMO2,
-    QWEN2, QWEN3, GRANITE, MISTRAL, ERNIE4_5,
+    GPT_OSS, DEEPSEEK_V3, DEEPSEEK_V2, GLM4_MOE, OLMOE, QWEN3_MOE, GRANITE_MOE, QWEN2_MOE, MIXTRAL, ERNIE4_5_MOE,
+    SMOLLM3, OLMO2, QWEN2, QWEN3, GRANITE, MISTRAL, ERNIE4_5,
 )  # fmt: skip
 """Classes that a model of megapar's own is saved as: as the first of them whose ``specific`` limits it is within."""
 ARCHITECTURES = tuple(sorted((*OWN, LLAMA), key=lambda architecture: architecture.name))
@@ -541,6 +570,7 @@ def settings_of(sizes: DecoderSizes) -> Settings:
         "moe_layer_ffn_hidden_sizes": tuple(sizes.moe_widths),
         "moe_layer_freq": to_text(sizes.moe_pattern),
         "window_size": window_text(sizes.window_size),
+        "window_rope": rope_text(sizes.window_rope),
         "moe_router_bias_update_rate": 0.0,
     }
     if moe is None:

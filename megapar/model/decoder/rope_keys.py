@@ -3,6 +3,9 @@
 transformers 5 has one object ``rope_parameters``. Before, ``rope_theta`` and ``partial_rotary_factor`` were keys of
 their own and the scaling was ``rope_scaling``, whose ``type`` is now ``rope_type``. As in transformers,
 ``rope_scaling`` takes precedence, and a value inside the object over one outside of it.
+
+Classes with rope by kind of layer have one such object for each kind in ``rope_parameters``; ``rope_scaling`` is then
+of the layers that see all keys.
 """
 
 from __future__ import annotations
@@ -10,7 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megapar.model.rope_scaling import FLAGS_OF, LINEAR, LLAMA3, NONE, SCALED, YARN, flags_of_scaling
+from megapar.model.rope import Rope
+from megapar.model.rope_scaling import FLAGS_OF, LINEAR, LLAMA3, NONE, SCALED, YARN, RopeScaling, flags_of_scaling
+from megapar.schema.flag import from_flags
 from megapar.schema.legal_values import ROPE_PARTS, THETA, rope
 from megapar.schema.published import Json, Setting, Settings
 
@@ -69,6 +74,30 @@ def rope_settings(partial: float | None = None) -> tuple[Setting, ...]:
         )
     scaling = (_one("rope_scaling_type", _type), *(_one(flag, _value(key, flag)) for key, flag in _KEYS.items()))
     return (main, *scaling, share, Setting("rope_theta", THETA, written=False), old)
+
+
+def rope_of(config: Json) -> Rope:
+    """Return the rope of a config.json."""
+    values = {flag: _value(key, flag)(config) for key, flag in _KEYS.items()} | {"rope_scaling_type": _type(config)}
+    return Rope(_theta(config), None if _type(config) == NONE else from_flags(RopeScaling, values))
+
+
+def object_of(value: Rope) -> dict[str, Any]:
+    """Return the object of transformers 5 for a rope."""
+    return _written({"rope_theta": value.theta, **flags_of_scaling(value.scaling)})
+
+
+def lacking(parameters: Json) -> str:
+    """Return why an object of transformers 5 does not say all of a rope by itself, "" if it does."""
+    config = {"rope_parameters": parameters, "rope_theta": parameters.get("rope_theta") or 1.0}
+    if reason := _reason(config, None):
+        return reason
+    needed = ("rope_theta", *(key for key in _ALWAYS if _KEYS[key] in FLAGS_OF[_type(config)]))
+    if absent := [key for key in needed if parameters.get(key) is None]:
+        return f"it lacks {', '.join(absent)}"
+    read = {"rope_theta", "rope_type", "type", *(key for key, flag in _KEYS.items() if flag in FLAGS_OF[_type(config)])}
+    unread = sorted(parameters.keys() - read)
+    return f"it has {', '.join(unread)[:60]}, which rope of the type {_named(config)} does not read" if unread else ""
 
 
 def _one(flag: str, to_flag: Callable[[Json], Any]) -> Setting:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from megapar.model.decoder.layer_pattern import layers_of, listed, to_pattern
+from megapar.model.decoder.layer_ropes import SAME, roped_layers, to_rope
 from megapar.model.decoder.windows import NO_FULL, to_window, window_or_none, windowed_layers
 from megapar.model.rope_scaling import FLAGS_OF, YARN, flags_of_scaling
 from megapar.schema.flag import MOE
@@ -73,6 +74,27 @@ def _wrong_windowed(f: Facts) -> str:
     if numbers is not None and len(numbers) not in (f.num_layers, f.num_layers + f.mtp_depth):
         return f"it lists {len(numbers)} layers"
     return "" if any(windowed) else "no layer has the window"
+
+
+def _wrong_rope(f: Facts) -> str:
+    """Return the reason why --window-rope is not legal, or ""."""
+    try:
+        to_rope(f.window_rope)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _wrong_roped(f: Facts) -> str:
+    """Return the reason why --no-rope-freq is not legal, or ""."""
+    try:
+        roped = roped_layers(f.no_rope_freq, f.num_layers)[: f.num_layers]
+        numbers = None if f.no_rope_freq == NO_FULL else listed(f.no_rope_freq)
+    except ValueError as error:
+        return str(error)
+    if numbers is not None and len(numbers) not in (f.num_layers, f.num_layers + f.mtp_depth):
+        return f"it lists {len(numbers)} layers"
+    return "" if any(roped) and not all(roped) else f"{'every' if all(roped) else 'no'} layer has rotary positions"
 
 
 def _moe_layers(f: Facts) -> int:
@@ -282,6 +304,48 @@ RULES: tuple[Rule, ...] = (
         failing="--num-layers 4 --window-attn-skip-freq 2",
     ),
     _of_sizes(
+        id="window-rope",
+        reads=("window_rope",),
+        requires=lambda f: not _wrong_rope(f),
+        message="--window-rope is a base of angles, or an object as in rope_parameters of config.json that says all "
+        "of the rope",
+        fix=lambda f: f"{_wrong_rope(f)[:1].upper()}{_wrong_rope(f)[1:]}; write for example 10000, or same.",
+        passing="--window-size 4 --window-rope 10000",
+        failing="--window-size 4 --window-rope [10000]",
+    ),
+    _without_effect(
+        id="window-rope-unused",
+        reads=("window_size", "window_rope", "position_embedding_type"),
+        when=lambda f: f.window_rope != SAME,
+        requires=lambda f: window_or_none(f.window_size) > 0 and f.position_embedding_type == "rope",
+        message="--window-rope has no effect without --window-size, and without rotary positions",
+        fix="Set --window-size and --position-embedding-type rope, or leave out --window-rope.",
+        passing="--window-size 4 --window-rope 10000",
+        failing="--window-rope 10000",
+    ),
+    _of_sizes(
+        id="no-rope-layers",
+        reads=("no_rope_freq", "num_layers", "mtp_depth"),
+        when=lambda f: f.no_rope_freq != NO_FULL,
+        requires=lambda f: not _wrong_roped(f),
+        message="--no-rope-freq is 0, a number N for no rotary positions in layers N, 2 N, .., or lists of 1 (none) "
+        "and 0 with a number for each of --num-layers, and leaves out some layers and not all",
+        fix=lambda f: f"{_wrong_roped(f).capitalize()}; write 0 for rotary positions everywhere, or for example 2.",
+        passing="--num-layers 4 --no-rope-freq [0,1]*2",
+        failing="--num-layers 4 --no-rope-freq [0,1]*3",
+    ),
+    _of_sizes(
+        id="no-rope-positions",
+        reads=("no_rope_freq", "position_embedding_type", "multi_latent_attention"),
+        when=lambda f: f.no_rope_freq != NO_FULL,
+        requires=lambda f: f.position_embedding_type == "rope" and not f.multi_latent_attention,
+        message="--no-rope-freq leaves rotary positions out of some layers: learned ones are in none, and those of "
+        "--multi-latent-attention are a part of every head",
+        fix="Leave it out, or choose --position-embedding-type rope without --multi-latent-attention.",
+        passing="--num-layers 4 --no-rope-freq 2",
+        failing="--num-layers 4 --no-rope-freq 2 --multi-latent-attention",
+    ),
+    _of_sizes(
         id="qk-clip-norm",
         reads=("qk_norm", "qk_clip_threshold"),
         when=lambda f: f.qk_clip_threshold > 0,
@@ -296,8 +360,8 @@ RULES: tuple[Rule, ...] = (
         reads=("norm_placement", "ampipe_degree"),
         when=lambda f: f.norm_placement == "output",
         requires=lambda f: f.ampipe_degree <= 1,
-        message="--norm-placement output normalizes the summed outputs of the experts, which --ampipe-degree leaves in "
-        "flight until the next layer",
+        message="--norm-placement output and both normalize the summed outputs of the experts, which --ampipe-degree "
+        "leaves in flight until the next layer",
         fix="Set --ampipe-degree 1, or choose --norm-placement input.",
         passing="--norm-placement output",
         failing="--norm-placement output --world-size 2 --ep-degree 2 --moe-model-type deepspeed_moe --ampipe-degree 2",

@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from megapar.model.attention.latent import MULTI_LATENT, LatentAttentionSizes
 from megapar.model.attention_sizes import QK_NORM_SCOPES, AttentionSizes
 from megapar.model.decoder.layer_pattern import ALL, flags_of, layers_of, to_pattern, to_text
+from megapar.model.decoder.layer_ropes import SAME, no_rope_text, rope_text, roped_layers, to_rope
 from megapar.model.decoder.windows import NO_FULL, skip_text, to_window, window_text, windowed_layers
 from megapar.model.decoder.windows import NONE as NO_WINDOW
+from megapar.model.rope import Rope
 from megapar.model.rope_scaling import NONE, RopeScaling
 from megapar.model.sizes import ACTIVATIONS, GATED, ModelSizes, check_choices, defaults_of
 from megapar.moe.sizes import MoeSizes
@@ -130,6 +132,25 @@ class DecoderSizes(ModelSizes):
     rope_theta: float = flag(10000.0, "base of the rotary angles", above=0, aliases=("rotary-base",), other=100.0)
     rope_scaling: RopeScaling | None = follows(
         lambda values: from_flags(RopeScaling, values) if values["rope_scaling_type"] != NONE else None, value=None
+    )
+    window_rope: Rope | None = flag(
+        SAME,
+        "rotary positions of layers with a window: the base of their angles, without scaling, or an object as in "
+        'rope_parameters of config.json, such as {"rope_type":"linear","rope_theta":10000,"factor":8}; same: those of '
+        "the other layers",
+        type="str",
+        through=(to_rope, rope_text),
+        value=None,
+        after="yarn_correction_range_round_to_int",
+        other="50",
+    )
+    no_rope_freq: str = flag(
+        NO_FULL,
+        "layers without rotary positions: a number N for layers N, 2 N, .. from 1, or an expression of lists such as "
+        "[0,0,0,1]*9, with a number for each layer, 1 for none; the block of multi-token prediction is like the last "
+        "layer, unless a list has one number more; 0: none",
+        after="window_rope",
+        other="2",
     )
     rotary_percent: float = flag(
         1.0,
@@ -274,6 +295,8 @@ class DecoderSizes(ModelSizes):
             raise ValueError(
                 f"window_size is {self.window_size}; it must be 0 with multi_latent_attention, else 0 or more"
             )
+        if self.multi_latent_attention and self.no_rope_freq != NO_FULL:
+            raise ValueError("multi_latent_attention has a rotary key in every layer: no_rope_freq must be 0")
         if self.mtp_depth not in (0, 1):
             raise ValueError(f"mtp_depth is {self.mtp_depth}; it must be 0 or 1")
         if self.mtp_depth and (self.norm_placement, self.embedding_multiplier) != ("input", 1.0):
@@ -315,11 +338,23 @@ class DecoderSizes(ModelSizes):
             dropout=self.attention_dropout,
             flash=self.use_flash_attn,
             sinks=self.attention_sinks,
+            rope=self._rope,
         )
 
     def attention_at(self, layer: int) -> AttentionSizes:
-        """Return the attention of layer ``layer``, as ``moe_at``: with its window."""
-        return replace(self.attention, window=self.window_at(layer))
+        """Return the attention of layer ``layer``, as ``moe_at``: with its window and its rope."""
+        return replace(self.attention, window=self.window_at(layer), rope=self.rope_at(layer))
+
+    def rope_at(self, layer: int) -> Rope | None:
+        """Return the rotary positions of layer ``layer``, as ``moe_at``; None without."""
+        if not roped_layers(self.no_rope_freq, self.num_layers)[layer]:
+            return None
+        own = self.window_rope if self.window_at(layer) else None
+        return own or self._rope
+
+    @property
+    def _rope(self) -> Rope | None:
+        return Rope(self.rope_theta, self.rope_scaling) if self.position_embedding_type == "rope" else None
 
     def window_at(self, layer: int) -> int:
         """Return the window of layer ``layer``, as ``moe_at``, in keys of a position; 0 if it sees all."""
@@ -359,6 +394,7 @@ class DecoderSizes(ModelSizes):
             query_rank=self.q_lora_rank,
             latent_rank=self.kv_lora_rank,
             sinks=self.attention_sinks,
+            rope=self._rope,
         )
 
     @property
@@ -443,6 +479,9 @@ class DecoderSizes(ModelSizes):
         facts["mtp_block"] = self.mtp_block if self.mtp_depth else DENSE_BLOCK
         windowed = windowed_layers(self.window_attn_skip_freq, self.num_layers)  # one spelling of them
         facts["window_attn_skip_freq"] = skip_text(windowed) if self.window_size else NO_FULL
+        facts["no_rope_freq"] = no_rope_text(roped_layers(self.no_rope_freq, self.num_layers))
+        if self.window_rope == self._rope:
+            facts["window_rope"] = None
         if facts["moe"]:
             for name in ("capacity_factor", "min_capacity", "drop_policy", "capacity_scope", "kind", "biased"):
                 facts["moe"].pop(name)
@@ -470,7 +509,12 @@ class DecoderSizes(ModelSizes):
 
     @classmethod
     def from_facts(cls, facts: Mapping[str, Any]) -> Self:
-        moe, scaling = facts.get("moe"), facts.get("rope_scaling")
-        parts = {"moe": MoeSizes(**moe) if moe else None, "rope_scaling": RopeScaling(**scaling) if scaling else None}
+        moe, window_rope = facts.get("moe"), facts.get("window_rope")
+        scaling, window_scaling = (
+            RopeScaling(**scaling) if scaling else None
+            for scaling in (facts.get("rope_scaling"), (window_rope or {}).get("scaling"))
+        )
+        parts = {"moe": MoeSizes(**moe) if moe else None, "rope_scaling": scaling}
+        parts["window_rope"] = Rope(window_rope["theta"], window_scaling) if window_rope else None
         lists = {name: tuple(facts.get(name, ())) for name in ("moe_widths", "moe_pattern")}
         return super().from_facts({**facts, **parts, **lists})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -12,6 +13,7 @@ from megapar.core.context_parallel.slices import SlicePlan
 from megapar.core.device.attention.mask import DeviceMask
 from megapar.core.random import Streams
 from megapar.core.recompute.replay import Replay
+from megapar.model.rope import Rope
 from megapar.moe.slicing import Slicing
 
 
@@ -26,7 +28,7 @@ class Context:
         own_valid: [B, S] bool, False at padding, at the positions of this rank's activations (split by cp and sequence
             parallelism); None without padding.
         valid_tokens: Non-padding tokens of the micro-batch, known on the host.
-        angles: (cos, sin) of rope, [B, S/cp, D / 2] each, in the order of the positions; None without rope.
+        angles: (cos, sin) of each rope that layers have, [B, S/cp, D / 2] each, in the order of the positions.
         streams: Random streams of this micro-batch's dropout.
         plan: This rank's tiles of attention if keys come from other cp ranks; it includes documents and padding.
         slicing: How layers run slice by slice.
@@ -45,7 +47,7 @@ class Context:
     mask: DeviceMask
     own_valid: Tensor | None
     valid_tokens: int
-    angles: tuple[Tensor, Tensor] | None = None
+    angles: Mapping[Rope, tuple[Tensor, Tensor]] = field(default_factory=dict)
     streams: Streams = field(default_factory=Streams.current)
     plan: TilePlan | None = None
     slicing: Slicing = field(default_factory=Slicing)

@@ -15,6 +15,7 @@ from itertools import accumulate
 
 from megapar.config.read import spellings
 from megapar.model.decoder.layer_pattern import listed, to_pattern
+from megapar.model.decoder.layer_ropes import roped_layers
 from megapar.model.decoder.windows import NONE as NO_WINDOW
 from megapar.model.decoder.windows import to_window, window_or_none, windowed_layers
 from megapar.schema.batch_size import BatchSize
@@ -291,6 +292,19 @@ def _windowed_layers(value: str, given: Given) -> Decided:
     except ValueError as error:
         return ANOTHER, "", f"not a number, or lists of 0 and 1: {error}"
     return SAME, f"--window-attn-skip-freq {shlex.quote(text)}", ""
+
+
+def _layers_without_rope(value: str, given: Given) -> Decided:
+    text = value.strip("'\"").replace(" ", "")
+    if given.get("position-embedding-type") not in ("rope", "yarn") and "use-rotary-position-embeddings" not in given:
+        return UNNECESSARY, "", "no layer has rotary positions"
+    try:
+        layers = roped_layers(text, int(first(given, "num-layers", otherwise=1)))
+    except ValueError as error:
+        return ANOTHER, "", f"not a number, or lists of 0 and 1: {error}"
+    if not any(layers[:-1]):
+        return ANOTHER, "", "no layer has rotary positions"
+    return SAME, f"--no-rope-freq {shlex.quote(text)}", ""
 
 
 def _stages(value: str, given: Given) -> Decided:

@@ -87,6 +87,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "Mistral": {**DECODER, "sliding_window": None},
     "Mixtral": {**DECODER, "num_local_experts": 4},
     "Olmo2": {**DECODER, "head_dim": 12},
+    "SmolLM3": {**DECODER, "no_rope_layer_interval": 2},
     "Qwen2": DECODER,
     "Qwen3": {**DECODER, "head_dim": 12},
     "Qwen2Moe": {**SHARED, "norm_topk_prob": False},
@@ -109,8 +110,8 @@ def _model(name: str) -> Any:
     """A model of transformers with the settings of that name, which begins with its class."""
     family = name.partition(" ")[0]
     head = "" if "For" in family else "ForCausalLM"
-    config = getattr(transformers, f"{family.partition('For')[0]}Config")(**SETTINGS[name])
-    return getattr(transformers, f"{family}{head}")(config)
+    kind = getattr(transformers, f"{family}{head}")
+    return kind(kind.config_class(**SETTINGS[name]))
 
 
 MODELS: dict[str, Callable[[], Any]] = {name: partial(_model, name) for name in SETTINGS}

@@ -15,7 +15,7 @@ from megapar.core.context_parallel.positions import GATHERED, RING, ULYSSES, cho
 from megapar.core.tensor_parallel.execution import Execution
 from megapar.core.tensor_parallel.weight_gradients import WeightGradients
 from megapar.model.layers.context import Context
-from tests.model.attention.test_latent_layer import BATCH, ENDS, LENGTH, SPLIT, alone, inputs, latent_sizes, layer
+from tests.model.attention.test_latent_layer import BATCH, ENDS, LENGTH, ROPE, SPLIT, alone, inputs, latent_sizes, layer
 from tests.support.attention import causal_mask, sliced
 from tests.support.pairwise import pairwise
 from tests.support.ranks import run_ranks
@@ -40,7 +40,7 @@ def run_layer(attention, x, angles, layout, slices, ends, prepared):
     cp = attention.cp
     mask = causal_mask(BATCH, LENGTH, ends)
     if slices == 1:
-        return attention(x, Context(mask, None, BATCH * LENGTH, angles, plan=cp.plan(mask.host)))
+        return attention(x, Context(mask, None, BATCH * LENGTH, {ROPE: angles}, plan=cp.plan(mask.host)))
     runs = layout.runs(LENGTH, cp.axis.rank)
     cuts = [0]
     for run in runs:
@@ -51,7 +51,7 @@ def run_layer(attention, x, angles, layout, slices, ends, prepared):
         mask,
         None,
         BATCH * LENGTH,
-        angles,
+        {ROPE: angles},
         slices=own,
         own_slices=own,
         whole_slices=whole,

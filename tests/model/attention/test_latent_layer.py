@@ -23,12 +23,14 @@ from megapar.model.attention.latent import LatentAttentionSizes
 from megapar.model.attention.latent_layer import LatentAttention
 from megapar.model.layers.context import Context
 from megapar.model.layers.rotary import RotaryEmbedding
+from megapar.model.rope import Rope
 from megapar.moe.slicing import Slicing
 from tests.support.attention import causal_mask, sliced
 from tests.support.ranks import run_ranks
 from tests.support.saved_bytes import saved_bytes
 
 BATCH, LENGTH, THETA = 2, 16, 1e4
+ROPE = Rope(THETA)
 ENDS = (6, 16, 16 + 7, 32)
 
 
@@ -46,6 +48,7 @@ def latent_sizes(**changes) -> LatentAttentionSizes:
         qk_norm=False,
         qk_norm_scope="head",
         epsilon=1e-6,
+        rope=ROPE,
         **numbers,
     )
 
@@ -108,7 +111,8 @@ def same(found: dict[str, Tensor], wanted: dict[str, Tensor], bound=1e-11) -> No
 def contexts(angles, *, packed=False, slices=1, **more) -> Context:
     cut = Slicing(slices).cut(LENGTH) if slices > 1 else ()
     places = {"slices": cut, "own_slices": cut, "whole_slices": cut}
-    return Context(causal_mask(BATCH, LENGTH, ENDS if packed else None), None, BATCH * LENGTH, angles, **places, **more)
+    mask, ropes = causal_mask(BATCH, LENGTH, ENDS if packed else None), {ROPE: angles}
+    return Context(mask, None, BATCH * LENGTH, ropes, **places, **more)
 
 
 FORMS: dict[str, Callable[[LatentAttention, Tensor, tuple[Tensor, Tensor], bool], Tensor]] = {
@@ -205,7 +209,7 @@ def alone(sizes, ends=None) -> tuple[Tensor, dict[str, Tensor]]:
     """Output and gradients of one process."""
     x, angles, upstream = inputs(sizes)
     attention = layer(sizes)
-    y = attention(x, Context(causal_mask(BATCH, LENGTH, ends), None, BATCH * LENGTH, angles))
+    y = attention(x, Context(causal_mask(BATCH, LENGTH, ends), None, BATCH * LENGTH, {ROPE: angles}))
     return y.detach(), gradients(attention, y, x, upstream)
 
 
@@ -224,7 +228,8 @@ def on_mp(rank, size, sp, form, query_rank, early, deferred):
     if form == "slices":
         lengths = torch.tensor([0, *map(len, pieces)]).cumsum(0).tolist()
         places = tuple(slice(*pair) for pair in itertools.pairwise(lengths))
-        context = Context(causal_mask(BATCH, LENGTH), None, 32, angles, slices=cut, own_slices=places, whole_slices=cut)
+        cuts = {"slices": cut, "own_slices": places, "whole_slices": cut}
+        context = Context(causal_mask(BATCH, LENGTH), None, 32, {ROPE: angles}, **cuts)
         y = sliced(attention, x_own, context, prepared=False, hides=early)
     else:
         y = attention(x_own, contexts(angles))

@@ -88,7 +88,7 @@ def close(y, want, tensors) -> None:
 
 
 def causal_context(angles, *, packed=False, **more):
-    return Context(causal_mask(2, LENGTH, ENDS if packed else None), None, 32, angles, **more)
+    return Context(causal_mask(2, LENGTH, ENDS if packed else None), None, 32, {DENSE.attention.rope: angles}, **more)
 
 
 @pytest.mark.parametrize("selective", [False, True])
@@ -104,7 +104,7 @@ def test_one_process(value_dim, selective):
     for own, context, seen in (
         (sizes, causal_context(angles), causal),
         (sizes, causal_context(angles, packed=True), documents_seen() & causal),
-        (both_ways, Context(padded, valid, 27, angles), valid[:, None, None]),
+        (both_ways, Context(padded, valid, 27, {DENSE.attention.rope: angles}), valid[:, None, None]),
     ):
         attention = single(own)
         attention.selective = selective

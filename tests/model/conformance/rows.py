@@ -155,6 +155,18 @@ ROWS = (
         refused=({"layer_types": ALTERNATING[:2]}, {"layer_types": ALTERNATING, "use_sliding_window": False}),
     ),
     Row(
+        "SmolLM3",
+        "SmolLM3ForCausalLM",
+        {**DECODER, "no_rope_layers": [1, 0, 1], "rope_parameters": YARN, "tie_word_embeddings": True},
+        refused=({"no_rope_layers": [1, 0]}, {"no_rope_layers": [1, 2, 0]}, {"attention_bias": True}),
+    ),
+    Row(
+        "SmolLM3, window without rope",
+        "SmolLM3ForCausalLM",
+        {**DECODER, "no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 3},
+        refused=({"use_sliding_window": False}, {"sliding_window": None}),
+    ),
+    Row(
         "Qwen3Moe",
         "Qwen3MoeForCausalLM",
         {**DECODER, **HEAD, **EXPERTS, "norm_topk_prob": True, "mlp_only_layers": [0]},

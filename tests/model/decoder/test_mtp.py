@@ -51,7 +51,7 @@ def test_a_position_sees_the_next_token_and_none_behind_it() -> None:
     hidden = torch.randn(1, 8, 32, dtype=torch.float64, generator=generator)
     tokens = torch.randint(67, (1, 8), generator=generator)
     angles = RotaryEmbedding(8, 1e4, torch.float64).angles(torch.arange(8)[None])
-    context = Context(DeviceMask(AttentionMask(1, 8, causal=True)), None, 8, angles)
+    context = Context(DeviceMask(AttentionMask(1, 8, causal=True)), None, 8, {AHEAD.attention.rope: angles})
     then, _ = following(tokens, tokens)
     plain, _ = model.mtp(hidden, then, model.tied_weight, context)
     tokens[0, 5] += 1

@@ -106,6 +106,11 @@ ROWS = """
 --glu-linear-offset 1.0 | another model
 --activation-func-clamp-value 7.0 --quick-geglu --glu-linear-offset 1.0 | implied
 --activation-func-clamp-value 10 --quick-geglu --glu-linear-offset 1.0 | another model
+--no-rope-freq 4 --position-embedding-type rope --num-layers 8 | same | --no-rope-freq 4
+--no-rope-freq ([0]*3+[1])*2 --position-embedding-type rope --num-layers 8 | same | --no-rope-freq '([0]*3+[1])*2'
+--no-rope-freq 1 --position-embedding-type rope --num-layers 8 | another model
+--no-rope-freq [2] --position-embedding-type rope --num-layers 8 | another model
+--no-rope-freq 4 --num-layers 8 | unnecessary
 --enable-hyper-connections | another model
 --cuda-graph-impl local | unsupported
 --cp-comm-type a2a --context-parallel-size 2 | renamed | --context-parallel-algo ulysses_cp_algo
