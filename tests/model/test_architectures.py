@@ -11,6 +11,8 @@ import pytest
 
 from megapar.config.published import flags_of
 from megapar.model.architectures import ARCHITECTURES, model_of_architecture, not_exportable, own_architecture
+from megapar.model.rope import Rope
+from megapar.model.rope_scaling import RopeScaling
 from megapar.model.sizes import ModelSizes
 from megapar.model.spec import spec_of
 from megapar.moe.sizes import MoeSizes
@@ -21,6 +23,7 @@ SIGMOID = replace(GROUPED, score="sigmoid", shared_experts=1)
 LEADING: dict[str, Any] = {"num_layers": 3, "first_k_dense": 1, "attention_latent_norm_epsilon": 1e-6}
 PLAIN = MoeSizes(32, 16, num_experts=4, topk=3)
 ALTERNATING: dict[str, Any] = {"num_layers": 4, "window_size": 5, "window_attn_skip_freq": "2"}
+LONGER = RopeScaling(rope_type="linear", factor=3.0)
 LATER: dict[str, Any] = {"num_layers": 3, "window_size": 5, "window_attn_skip_freq": "[0,1,1]"}
 SIZES: Mapping[str, ModelSizes] = {
     "Ernie4_5ForCausalLM": replace(DENSE, add_bias_linear=True, head_dim=12, mtp_depth=1),
@@ -30,6 +33,7 @@ SIZES: Mapping[str, ModelSizes] = {
     "MistralForCausalLM": replace(DENSE, tie_embeddings=False, window_size=5),
     "MixtralForCausalLM": replace(MOE, first_k_dense=0, moe=PLAIN, ffn_hidden_size=16, window_size=5),
     "Olmo2ForCausalLM": replace(DENSE, head_dim=12, **OLMO2),
+    "Olmo3ForCausalLM": replace(DENSE, **ALTERNATING, **OLMO2, window_rope=Rope(100.0), rope_scaling=LONGER),
     "SmolLM3ForCausalLM": replace(DENSE, **LATER, no_rope_freq="2", tie_embeddings=False),
     "Qwen2ForCausalLM": replace(DENSE, **ALTERNATING, add_qkv_bias=True, layernorm_epsilon=1e-6),
     "Qwen3ForCausalLM": replace(DENSE, **LATER, qk_norm=True, head_dim=12),

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from megapar.model.decoder import limits
+from megapar.model.decoder.alternating_keys import alternating_settings
 from megapar.model.decoder.deepseek_keys import (
     INTERLEAVED,
     LATENT_ATTENTION,
@@ -192,6 +193,20 @@ OLMO2 = llama_like(
     renames=QK_NORM_NAMES,
     specific=(limits.QK_NORM, limits.WIDTH_NORMS, limits.OUTPUT_NORMS),
     remark="norms of queries and keys over all heads; norms after attention and MLP",
+)
+OLMO3 = llama_like(
+    name="Olmo3ForCausalLM",
+    model_type="olmo3",
+    settings=(*alternating_settings(DECODER, 4, full=500000.0, window=500000.0), NO_ATTENTION_BIAS),
+    defaults={
+        **{key: value for key, value in OLMO2.defaults.items() if key != "rope_theta"},
+        "sliding_window": 4096,
+    },
+    flags=OLMO2.flags,
+    limits=tuple(limit for limit in OLMO2_LIMITS if limit not in (limits.ONE_ROPE, limits.NO_WINDOW)),
+    renames=QK_NORM_NAMES,
+    specific=(*OLMO2.specific, limits.WINDOW),
+    remark="as Olmo2, with a window in some layers, which may have other rotary positions",
 )
 QWEN_DEFAULTS = {
     **DEFAULTS,
@@ -554,7 +569,7 @@ GLM4_MOE = llama_like(
 )
 OWN = (
     GPT_OSS, DEEPSEEK_V3, DEEPSEEK_V2, GLM4_MOE, OLMOE, QWEN3_MOE, GRANITE_MOE, QWEN2_MOE, MIXTRAL, ERNIE4_5_MOE,
-    SMOLLM3, OLMO2, QWEN2, QWEN3, GRANITE, MISTRAL, ERNIE4_5,
+    SMOLLM3, OLMO3, OLMO2, QWEN2, QWEN3, GRANITE, MISTRAL, ERNIE4_5,
 )  # fmt: skip
 """Classes that a model of megapar's own is saved as: as the first of them whose ``specific`` limits it is within."""
 ARCHITECTURES = tuple(sorted((*OWN, LLAMA), key=lambda architecture: architecture.name))

@@ -87,6 +87,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "Mistral": {**DECODER, "sliding_window": None},
     "Mixtral": {**DECODER, "num_local_experts": 4},
     "Olmo2": {**DECODER, "head_dim": 12},
+    "Olmo3": {**DECODER, "sliding_window": 5},
     "SmolLM3": {**DECODER, "no_rope_layer_interval": 2},
     "Qwen2": DECODER,
     "Qwen3": {**DECODER, "head_dim": 12},

@@ -68,6 +68,7 @@ YARN = {
     **{"rope_type": "yarn", "rope_theta": 50.0, "factor": 4.0, "original_max_position_embeddings": 16},
     **{"beta_fast": 2.0, "beta_slow": 0.5},
 }
+BY_KIND = {"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 30.0}}
 MSCALES = {"mscale": 0.7, "mscale_all_dim": 0.9}
 MULTIPLIERS = {
     **{"embedding_multiplier": 3.0, "attention_multiplier": 0.125, "residual_multiplier": 0.75, "logits_scaling": 2.5},
@@ -153,6 +154,17 @@ ROWS = (
         "Qwen3ForCausalLM",
         {**DECODER, **HEAD, "use_sliding_window": True, "sliding_window": 2, "layer_types": ALTERNATING},
         refused=({"layer_types": ALTERNATING[:2]}, {"layer_types": ALTERNATING, "use_sliding_window": False}),
+    ),
+    Row(
+        "Olmo3",
+        "Olmo3ForCausalLM",
+        {**DECODER, "sliding_window": 3, "layer_types": ALTERNATING, "rope_parameters": BY_KIND},
+        refused=(
+            {"rope_parameters": LINEAR},
+            {"layer_types": ["chunked_attention"] * 3},
+            {"sliding_window": None},
+            {"attention_bias": True},
+        ),
     ),
     Row(
         "SmolLM3",
