@@ -25,6 +25,8 @@ _LACKING = {
     "DeepseekV32": ", whose sparse attention is not built",
     "Phimoe": ", whose router masks other experts for each choice and samples them in training (SparseMixer)",
     "Ernie4_5_VL": ", which reads images",
+    "Gemma3ForConditionalGeneration": ", which reads images: save its text model as a Gemma3ForCausalLM",
+    "Gemma2": ", which caps scores and logits",
 }
 """What is missing for classes that are named like supported ones, by the beginning of their names."""
 

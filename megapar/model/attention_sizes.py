@@ -29,6 +29,7 @@ class AttentionSizes:
         flash: Use the device's fused kernels if it has them; False: plain products.
         window: The most keys that a position attends to, itself included; 0 for any number.
         sinks: Each query head has a trained score that joins the softmax of its rows, and has no value.
+        one_plus: The norms of queries and keys multiply by 1 + weight.
         rope: Rotary positions of queries and keys, whose angles the context has; None without.
     """
 
@@ -50,6 +51,7 @@ class AttentionSizes:
     flash: bool
     window: int = field(default=0, kw_only=True)
     sinks: bool = field(default=False, kw_only=True)
+    one_plus: bool = field(default=False, kw_only=True)
     rope: Rope | None = field(default=None, kw_only=True)
 
     @property

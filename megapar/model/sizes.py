@@ -12,8 +12,9 @@ from megapar.schema import role as roles
 from megapar.schema.flag import flag
 from megapar.schema.legal_values import MAX_LAYERS, require_choice
 
-ACTIVATIONS = ("swiglu", "gelu", "clamped_swiglu")
-GATED = ("swiglu", "clamped_swiglu")
+GEGLU = "geglu"
+GATED = ("swiglu", "clamped_swiglu", GEGLU)
+ACTIVATIONS = ("swiglu", "gelu", "clamped_swiglu", GEGLU)
 NO_LOSS = -100
 """The label of a position that does not contribute to any loss."""
 

@@ -7,9 +7,10 @@ from fractions import Fraction
 from functools import cached_property
 from typing import ClassVar
 
-from megapar.model.sizes import ACTIVATIONS, GATED, check_choices, require_choice
+from megapar.model.sizes import GATED, check_choices
 from megapar.schema import role as roles
 from megapar.schema.flag import SWITCH, flag, follows
+from megapar.schema.legal_values import require_choice
 
 MEGATRON_MOE = "megatron_moe"
 DEEPSPEED_MOE = "deepspeed_moe"
@@ -17,6 +18,7 @@ KINDS = (MEGATRON_MOE, DEEPSPEED_MOE)
 DROP_POLICIES = ("token", "choice", "probs")
 CAPACITY_SCOPES = ("micro_batch", "rank")
 SCORES = ("softmax", "sigmoid")
+ACTIVATIONS = ("swiglu", "gelu", "clamped_swiglu")
 
 
 @dataclass(frozen=True)

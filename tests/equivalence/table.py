@@ -49,6 +49,11 @@ MODELS["fp8"] = (
     *("--num-query-groups", "2", "--head-dim", "64", "--ffn-hidden-size", "256", "--seq-length", "16"),
     *("--vocab-size", "101", "--num-experts", "0", "--init-std", "0.1"),
 )
+MODELS["gemma"] = (
+    *("--hidden-size", "32", "--num-attention-heads", "4", "--head-dim", "12", "--ffn-hidden-size", "48"),
+    *("--vocab-size", "101", "--num-experts", "0", "--init-std", "0.1", "--activation", "geglu"),
+    *("--norm-placement", "both"),
+)
 _WIDTH = MODELS["moe"].index("--moe-ffn-hidden-size")
 MODELS["widths"] = (
     *(*MODELS["moe"][:_WIDTH], *MODELS["moe"][_WIDTH + 2 :], "--moe-layer-ffn-hidden-sizes", "24", "17"),
@@ -759,17 +764,25 @@ BLOCK_ROWS: tuple[Row, ...] = (
 
 OTHER_ROPE = ("--window-rope", '{"rope_type":"linear","rope_theta":50,"factor":3}', "--no-rope-freq", "[0,0,1,0]")
 KINDS = (*ALTERNATING, *OTHER_ROPE)
+ONE_PLUS = ("--apply-layernorm-1p",)
+GEMMA = ("--scale-embedding", "--softmax-scale", "0.2", *ONE_PLUS, *QK_NORM, *KINDS)
 
 KIND_SUITE: tuple[Row, ...] = (
-    Row("moe", 2, (*MP2, *SP, *_every(1)), (*KINDS, *BOUNDARIES), 2),
-    Row("moe", 2, ("--pp-degree", "2", *ZERO_BUBBLE), KINDS, accumulation=4),
+    Row("gemma", 2, (*MP2, *SP, *_every(1)), (*GEMMA, *BOUNDARIES), 2),
+    Row("gemma", 2, ("--pp-degree", "2", *ZERO_BUBBLE), GEMMA, accumulation=4),
 )
 KIND_ROWS: tuple[Row, ...] = (
     *KIND_SUITE,
-    Row("moe", 2, (*MP2, *SP), (*OLMO2, *KINDS)),
-    Row("moe", 2, EP2, (*KINDS, *DROPS), 2),
-    Row("moe", 2, _cp(2, "ring"), ("--no-rope-freq", "2")),
-    sliced_row(2, (*HIDDEN_MP, *CROSS), SLICED_PLACES[3], ("--no-rope-freq", "2"), 1, _every(1)),
+    *(Row("gemma", 2, layout, (*GEMMA, *CLIPPED)) for layout in _stages(2)),
+    Row("gemma", 2, (*_stages(2)[2], *SELECTIVE), (*GEMMA, *BOUNDARIES), 2),
+    Row("gemma", 2, ("--pp-degree", "2", *INTERLEAVED), GEMMA, accumulation=4),
+    Row("gemma", 2, _cp(2, "allgather"), (*GEMMA, *BOUNDARIES)),
+    Row("gemma", 4, (*MP2, *_stages(2)[1]), (*GEMMA, "--num-query-groups", "2")),
+    Row("moe", 2, (*MP2, *SP), (*OLMO2, *ONE_PLUS, *KINDS)),
+    Row("mla", 2, (*MP2, *SP), ONE_PLUS),
+    Row("moe", 2, EP2, (*KINDS, *ONE_PLUS, "--normalization", "layernorm", *DROPS), 2),
+    Row("moe", 2, _cp(2, "ring"), ("--no-rope-freq", "2", "--norm-placement", "both", *ONE_PLUS)),
+    sliced_row(2, (*HIDDEN_MP, *CROSS), SLICED_PLACES[3], ("--no-rope-freq", "2", *ONE_PLUS), 1, _every(1)),
 )
 
 LONGER = ("--original-max-position-embeddings", "5", "--rope-theta", "50", "--rope-scaling-factor", "3.7")

@@ -151,6 +151,7 @@ TOGETHER: Mapping[str, Shown] = {
     "max_position_embeddings": Shown("table", {"position_embedding_type": "learned"}),
     "qk_norm_scope": Shown("table", {"qk_norm": True}),
     "window_attn_skip_freq window_rope": Shown(base={"window_size": "4"}),
+    "apply_layernorm_1p": Shown("weights"),
     "rope_scaling_factor": Shown(base={"rope_scaling_type": "linear"}),
     "original_max_position_embeddings": Shown(base=LLAMA3),
     "low_freq_factor high_freq_factor": Shown(base=LLAMA3_SHORT),

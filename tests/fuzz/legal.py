@@ -147,7 +147,7 @@ def replicas(d: Drawn) -> list[int | None]:
 def plain_block(d: Drawn) -> bool:
     """What multi-token prediction is defined for."""
     factors = (d.embedding_multiplier, d.residual_multiplier, d.softmax_scale, d.logits_scaling)
-    return d.norm_placement == "input" and factors == (1.0, 1.0, 0.0, 1.0)
+    return d.norm_placement == "input" and factors == (1.0, 1.0, 0.0, 1.0) and not d.scale_embedding
 
 
 def one_of(name: str, *values: object) -> Condition:
@@ -340,6 +340,17 @@ def unrotated(d: Drawn) -> list[str | None]:
     if d.position_embedding_type != "rope" or d.multi_latent_attention or d.num_layers == 1:
         return [None]
     return [None, None, "2", f"[1]+[0]*{d.num_layers - 1}"]
+
+
+def activations(d: Drawn) -> list[str | None]:
+    """Geglu leaves no choice of experts (``expert_counts``)."""
+    return [None, "gelu", "clamped_swiglu", *(("geglu",) if d.ep_degree == 1 and not sliced(d) else ())]
+
+
+def expert_counts(d: Drawn) -> list[int]:
+    if d.activation == "geglu":
+        return [0]
+    return [d.ep_degree * n for n in (2, 1, 3, 4)] + ([0] if d.ep_degree == 1 else [])
 
 
 def expert_widths(d: Drawn) -> list[tuple[int, ...] | None]:

@@ -102,6 +102,7 @@ PROOFS: dict[str, Proof] = {
     "window-layers": Proof(same_as="--num-layers 4 --window-size 4 --window-attn-skip-freq [1,0]*2"),
     "window-rope-unused": Proof(idle=("window_rope",)),
     "no-rope-layers": Proof(same_as="--num-layers 4 --no-rope-freq [0,1]*2"),
+    "embedding-scale": Proof(idle=("embedding_multiplier",)),
     "window-layers-unused": Proof(idle=("window_attn_skip_freq",)),
     "qk-clip-unused": Proof(idle=("qk_clip_statistic",)),
     "qk-clip-norm": Proof(argument="the scores would stay as they are, because norms give queries their scale back"),

@@ -180,15 +180,17 @@ DECODER = (
     ),
     Option("vocab_size", legal.vocabularies, wild=(9, 10), size=True),
     Option("normalization", (None, "layernorm")),
-    Option("activation", (None, "gelu", "clamped_swiglu")),
+    Option("activation", legal.activations, wild=("geglu",)),
     Option("add_bias_linear", (None, True), when=legal.has_plain_heads, wild=(True,)),
     Option(
         "add_qkv_bias", (None, True), when=lambda d: not d.add_bias_linear and legal.has_plain_heads(d), wild=(True,)
     ),
     Option("qk_norm", (None, True), when=legal.has_plain_heads, wild=(True,)),
     Option("qk_norm_scope", (None, "width"), when=legal.one_of("qk_norm", True), wild=("width",)),
-    Option("norm_placement", (None, None, "output"), wild=("output",)),
+    Option("norm_placement", (None, None, "output", "both"), wild=("output", "both")),
+    Option("apply_layernorm_1p", (None, True)),
     Option("embedding_multiplier", (None, None, 3.0)),
+    Option("scale_embedding", (None, True), when=legal.one_of("embedding_multiplier", 1.0, None), wild=(True,)),
     Option("residual_multiplier", (None, None, 0.5)),
     Option("softmax_scale", (None, None, 0.2)),
     Option("logits_scaling", (None, None, 2.0)),
@@ -248,7 +250,7 @@ DECODER = (
 EXPERTS = (
     Option(
         "num_experts",
-        lambda d: [d.ep_degree * n for n in (2, 1, 3, 4)] + ([0] if d.ep_degree == 1 else []),
+        legal.expert_counts,
         wild=(0, 3, 5),
         size=True,
     ),

@@ -92,6 +92,10 @@ BIASED_MOE = replace(
     activation="gelu",
     moe=MoeSizes(32, 16, 4, 2, shared_experts=1, activation="gelu", add_bias=True),
 )
+GEMMA: dict[str, Any] = {
+    **{"activation": "geglu", "norm_placement": "both", "apply_layernorm_1p": True, "qk_norm": True},
+    **{"scale_embedding": True, "softmax_scale": 20**-0.5},
+}
 OLMO2: dict[str, Any] = {"qk_norm": True, "qk_norm_scope": "width", "norm_placement": "output"}
 MULTIPLIED: dict[str, Any] = {
     **{"embedding_multiplier": 3.0, "residual_multiplier": 0.6, "softmax_scale": 0.2, "logits_scaling": 1.7},
@@ -107,6 +111,7 @@ VARIETIES = {
     "qk-norm": replace(DENSE, qk_norm=True),
     "width norms": replace(DENSE, qk_norm=True, qk_norm_scope="width"),
     "output norms": replace(DENSE, norm_placement="output"),
+    "norms of inputs and outputs": replace(DENSE, **GEMMA),
     "multipliers": replace(DENSE, **MULTIPLIED),
     "qkv biases": replace(DENSE, add_qkv_bias=True),
     "gpt": replace(

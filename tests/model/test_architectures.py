@@ -16,7 +16,7 @@ from megapar.model.rope_scaling import RopeScaling
 from megapar.model.sizes import ModelSizes
 from megapar.model.spec import spec_of
 from megapar.moe.sizes import MoeSizes
-from tests.model.small import DENSE, ERNIE, LATENT, MOE, MULTIPLIED, OLMO2
+from tests.model.small import DENSE, ERNIE, GEMMA, LATENT, MOE, MULTIPLIED, OLMO2
 
 GROUPED = MoeSizes(32, 16, num_experts=8, topk=3, groups=4, group_topk=2, group_score_topk=2, scaling=2.5)
 SIGMOID = replace(GROUPED, score="sigmoid", shared_experts=1)
@@ -34,6 +34,7 @@ SIZES: Mapping[str, ModelSizes] = {
     "MixtralForCausalLM": replace(MOE, first_k_dense=0, moe=PLAIN, ffn_hidden_size=16, window_size=5),
     "Olmo2ForCausalLM": replace(DENSE, head_dim=12, **OLMO2),
     "Olmo3ForCausalLM": replace(DENSE, **ALTERNATING, **OLMO2, window_rope=Rope(100.0), rope_scaling=LONGER),
+    "Gemma3ForCausalLM": replace(DENSE, **ALTERNATING, **GEMMA, head_dim=12, window_rope=Rope(100.0, LONGER)),
     "SmolLM3ForCausalLM": replace(DENSE, **LATER, no_rope_freq="2", tie_embeddings=False),
     "Qwen2ForCausalLM": replace(DENSE, **ALTERNATING, add_qkv_bias=True, layernorm_epsilon=1e-6),
     "Qwen3ForCausalLM": replace(DENSE, **LATER, qk_norm=True, head_dim=12),

@@ -48,6 +48,15 @@ def test_gradients_are_the_finite_differences(name):
         assert actual == pytest.approx(expected, rel=1e-5, abs=1e-6), parameter_name
 
 
+def test_the_embedding_times_the_rounded_root_of_its_width():
+    model = build(replace(DENSE, scale_embedding=True), dtype=torch.bfloat16)
+    batch = batch_for(DENSE)
+    rows = model.embedding.word.weight[batch["tokens"]]
+    root = torch.tensor(DENSE.hidden_size**0.5, dtype=torch.bfloat16)
+    assert float(root) != DENSE.hidden_size**0.5
+    assert torch.equal(model.embedding(batch["tokens"], batch["positions"]), rows * root)
+
+
 def test_sums_are_over_predicted_tokens_only():
     model = build(DENSE, dtype=torch.float64)
     batch = batch_for(DENSE)

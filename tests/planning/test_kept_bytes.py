@@ -20,6 +20,7 @@ COMMON = "--data-path mock --hidden-size 512 --vocab-size 4096 --seq-length 512 
 DENSE = f"{COMMON} --num-experts 0 --ffn-hidden-size 1536 --num-attention-heads 8"
 MOE = f"{COMMON} --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 256 --first-k-dense 0"
 MOE += " --num-attention-heads 8 --moe-model-type megatron_moe --moe-aux-loss-coeff 0 --moe-z-loss-coeff 0"
+GEMMA = "--activation geglu --norm-placement both --apply-layernorm-1p --qk-norm --scale-embedding"
 PLAIN = "--position-embedding-type learned --activation gelu --normalization layernorm --add-bias-linear"
 
 
@@ -57,6 +58,8 @@ def saved_by_a_layer(rank: int, world_size: int, rendezvous: str, flags: str, ca
         (f"{DENSE} --bf16 --num-query-groups 2 --qk-norm", "h200-141g"),
         (f"{DENSE} --bf16 --qk-norm", "h200-141g"),
         (f"{DENSE} --bf16 --num-query-groups 2 --qk-norm --qk-norm-scope width --norm-placement output", "h200-141g"),
+        (f"{DENSE} --bf16 --num-query-groups 2 {GEMMA}", "h200-141g"),
+        (f"{DENSE} --bf16 {GEMMA}", "h200-141g"),
         (f"{DENSE} --dtype fp32 --num-query-groups 2", "h200-141g"),
         (f"{DENSE} --fp16 --num-query-groups 2", "v100-32g"),
         (f"{DENSE} --bf16 --recompute-granularity selective", "h200-141g"),

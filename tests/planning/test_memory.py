@@ -38,6 +38,7 @@ LATENT = (
     *("--qk-head-dim", "32", "--qk-pos-emb-head-dim", "16", "--v-head-dim", "32"),
 )
 ERNIE = ("ernie", "--attention-dropout", "0", "--hidden-dropout", "0")
+GEMMA = ("--activation", "geglu", "--norm-placement", "both", "--apply-layernorm-1p", "--qk-norm", "--scale-embedding")
 OLMO2 = ("--qk-norm", "--qk-norm-scope", "width", "--norm-placement", "output")
 MP, SP = ("--mp-degree", "2"), ("--mp-degree", "2", "--sequence-parallel")
 CP, EP, AMPIPE = ("--cp-degree", "2"), ("--ep-degree", "2"), ("--ampipe-degree", "2")
@@ -87,6 +88,7 @@ ROWS: dict[str, tuple[int, int, int, tuple[str, ...]]] = {
     "gpt 32k": (32, 1, 0, GPT),
     "gpt 32k, full": (32, 1, 0, (*GPT, *FULL)),
     "gpt 4k, selective": (4, 1, 0, (*GPT, *SELECTIVE)),
+    "Gemma 3 32k": (32, 1, 0, (*DENSE, *GEMMA)),
     "OLMo 2 32k, full": (32, 1, 0, (*DENSE, *OLMO2, *FULL)),
     "dense 32k, mp": (32, 2, 0, (*DENSE, *MP)),
     "dense 32k, mp, full": (32, 2, 0, (*DENSE, *MP, *FULL)),

@@ -66,15 +66,16 @@ def _named() -> str:
 @counted(2)
 def rms_norm_apex(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """Compute ``layer_ops.rms_norm_reference`` by one kernel, which rounds once, after the weight."""
-    y: Tensor = _function(_NORMS, "fused_rms_norm_affine")(x, weight, weight.shape, epsilon)
-    return y
+    y: Tensor = _function(_NORMS, "fused_rms_norm_affine")(x.to(weight.dtype), weight, weight.shape, epsilon)
+    return y.to(x.dtype)
 
 
 @counted(2)
 def layer_norm_apex(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
     """Compute the layer norm of x over its last dim by one kernel."""
-    y: Tensor = _function(_NORMS, "fused_layer_norm_affine")(x, weight, bias, weight.shape, epsilon)
-    return y
+    wide, shift = x.to(weight.dtype), bias.to(weight.dtype)
+    y: Tensor = _function(_NORMS, "fused_layer_norm_affine")(wide, weight, shift, weight.shape, epsilon)
+    return y.to(x.dtype)
 
 
 def add_product_apex(total: Tensor, a: Tensor, b: Tensor, *, begins: bool) -> Tensor:

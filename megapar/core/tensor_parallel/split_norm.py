@@ -80,8 +80,8 @@ def _sum_of_products(x: Tensor, dx: Tensor, weight: Tensor | None) -> Tensor:
 
 @counted(2, 2)
 def scaled(x: Tensor, square: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Return x [B, S, N, D] / sqrt(square [B, S, 1, 1] + epsilon) * weight [N, D], rounded before the weight."""
-    return weight * (x.to(square.dtype) * torch.rsqrt(square + epsilon)).to(x.dtype)
+    """Return x [B, S, N, D] / sqrt(square [B, S, 1, 1] + epsilon) * weight [N, D], rounded to its dtype before it."""
+    return (weight * (x.to(square.dtype) * torch.rsqrt(square + epsilon)).to(weight.dtype)).to(x.dtype)
 
 
 @counted(2, 2, 2, 2)

@@ -7,6 +7,7 @@ heads, Q query heads of a group, D head size. N and G are those of the rank in c
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 from megapar.model.attention.kind import AttentionKind, AttentionShape, HfNames
@@ -136,6 +137,8 @@ def _not_kept(view: RankView, shape: AttentionShape, N: float, G: float) -> floa
     sizes, both = shape.sizes, view.item_bytes * view.tokens * (N + G) * shape.sizes.key_dim
     if view.kernels != "cuda" or not shape.rotary or sizes.norms_width:
         return 0.0
+    if sizes.one_plus and view.item_bytes < view.wide_bytes:  # norms keep copies in fp32
+        return both * N / (N + G)
     if sizes.qk_norm:  # their inputs are parts of the kept product, but queries of several heads of a group are a copy
         return both * (1.0 if sizes.queries_per_group > 1 else (2 * N + G) / (N + G))
     # The kernel that rotates them writes values, too, so that nothing keeps the product.
@@ -150,10 +153,11 @@ def _rotated_by_kernel(view: RankView, shape: AttentionShape, N: float, G: float
 def _norms_kept(view: RankView, sizes: AttentionSizes, N: float, G: float) -> float:
     """Return the bytes that the norms of queries and keys keep."""
     t, e, D = view.tokens, view.item_bytes, sizes.key_dim
+    kept = partial(norm_kept, view, normalization="rmsnorm", wide=sizes.one_plus)
     if not sizes.norms_width:
-        return norm_kept(view, t * N, D, "rmsnorm") + norm_kept(view, t * G, D, "rmsnorm") + e * t * N * D
+        return kept(rows=t * N, width=D) + kept(rows=t * G, width=D) + e * t * N * D
     if view.mp == 1:
-        return norm_kept(view, t, round(N * D), "rmsnorm") + norm_kept(view, t, round(G * D), "rmsnorm")
+        return kept(rows=t, width=round(N * D)) + kept(rows=t, width=round(G * D))
     # Queries of several heads of a group are a copy; keys and single queries are parts of the product's output.
     return (e * t * N * D if sizes.queries_per_group > 1 else 0.0) + 2 * view.wide_bytes * t
 

@@ -8,6 +8,7 @@ axis.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -55,8 +56,9 @@ class GroupedQueryAttention(SelfAttention):
         if sizes.qk_norm:
             heads = self.qkv.out_dims[0]
             q_size, k_size = ((heads * Q, D), (heads, D)) if sizes.norms_width else (D, D)
-            self.q_norm = RmsNorm(q_size, sizes.epsilon, dtype=dtype, device=device, run=self.run)
-            self.k_norm = RmsNorm(k_size, sizes.epsilon, dtype=dtype, device=device, run=self.run)
+            norm = partial(RmsNorm, dtype=dtype, device=device, run=self.run, one_plus=sizes.one_plus)
+            self.q_norm = norm(q_size, sizes.epsilon)
+            self.k_norm = norm(k_size, sizes.epsilon)
 
     def project(self, x: Tensor, angles: Angles | None) -> tuple[Tensor, ...]:
         """See ``SelfAttention.project``. Without norms and rope, k and v are views of the product."""
@@ -109,7 +111,7 @@ class GroupedQueryAttention(SelfAttention):
             q, k, v = split_heads(qkv)
             q, k = self._norm_over_ranks(q, k)
             return (*self.run(rotated, q, k, *(angles or (None, None)), factor), v)
-        weights = [None if norm is None else local(norm.weight) for norm in (self.q_norm, self.k_norm)]
+        weights = [None if norm is None else norm.scale() for norm in (self.q_norm, self.k_norm)]
         own_kernel = self.run is not plain and self.q_norm is None and rotary_heads_in_one_kernel(qkv)
         run = plain if own_kernel else self.run
         return run(rotated_heads, qkv, *weights, sizes.epsilon, *(angles or (None, None)), factor)
@@ -119,7 +121,7 @@ class GroupedQueryAttention(SelfAttention):
         assert self.q_norm is not None
         assert self.k_norm is not None
         norm = SplitNorm(self.sizes.epsilon, self.mp, self.run)
-        return norm(q, k, local(self.q_norm.weight), local(self.k_norm.weight))
+        return norm(q, k, self.q_norm.scale(), self.k_norm.scale())
 
 
 @counted(2, 0, 0, 0, 2, 2)

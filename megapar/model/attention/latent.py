@@ -147,7 +147,7 @@ class LatentCosts:
         view, H, Dr = self._view, self.operators.hidden_size, self.sizes.rotary_dim
         Rq, R = self.sizes.query_rank, self.sizes.latent_rank
         e, s, t, W = view.item_bytes, view.local_tokens, view.tokens, Rq + R + Dr
-        norms = norm_kept(view, s, R, "rmsnorm") + (norm_kept(view, s, Rq, "rmsnorm") if Rq else 0.0)
+        norms = sum(norm_kept(view, s, rank, "rmsnorm", wide=self.sizes.one_plus) for rank in (R, Rq) if rank)
         # The rotary key is rotated in the product, whose other parts the norms keep, or in its copy of all positions.
         kept = norms + e * s * Dr + (view.wide_bytes * t * Dr if view.mp > 1 else 0.0)
         x = self.operators.hidden_bytes

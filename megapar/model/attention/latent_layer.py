@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -73,8 +74,9 @@ class LatentAttention(SelfAttention):
         self.sequence_parallel = options["sequence_parallel"]
         self.comm, self.weight_gradients = execution.comm or CommContext(), execution.weight_gradients
         self.down = ReplicatedLinear(H, Rq + R + Dr, dtype=dtype, device=device, execution=execution)
-        self.q_norm = RmsNorm(Rq, sizes.epsilon, dtype=dtype, device=device, run=self.run) if Rq else None
-        self.kv_norm = RmsNorm(R, sizes.epsilon, dtype=dtype, device=device, run=self.run)
+        norm = partial(RmsNorm, dtype=dtype, device=device, run=self.run, one_plus=sizes.one_plus)
+        self.q_norm = norm(Rq, sizes.epsilon) if Rq else None
+        self.kv_norm = norm(R, sizes.epsilon)
         # In the backward attention makes keys and values again, from products in the dtype.
         plain: LayerOptions = {**options, "execution": replace(execution, fp8=None)}
         self.q_up = ColumnLinear(Rq or H, (N, D), split=0, bias=False, **plain)

@@ -16,9 +16,9 @@ from megapar.model.cost.model_cost import INDEX_BYTES, CommCost, OpCost, Product
 from megapar.model.cost.rank_view import RankView
 
 
-def norm_kept(view: RankView, rows: float, width: int, normalization: str) -> float:
-    """Return the bytes that a norm keeps in addition to its output."""
-    e, w = view.item_bytes, view.wide_bytes
+def norm_kept(view: RankView, rows: float, width: int, normalization: str, *, wide: bool = False) -> float:
+    """Return the bytes that a norm keeps in addition to its output. wide: Its scale is in max(fp32, dtype)."""
+    e, w = view.wide_bytes if wide else view.item_bytes, view.wide_bytes
     if normalization == "layernorm":
         return e * rows * width + 2 * w * rows
     if view.kernels == "cuda":
@@ -34,10 +34,14 @@ class Operators:
         hidden_size: Features of a token (H).
         normalization: ``layernorm`` or ``rmsnorm``.
         dropout: Hidden states have dropout.
+        wide_norms: Norms run in max(fp32, dtype), where their scale, 1 + weight, is.
     """
 
-    def __init__(self, view: RankView, hidden_size: int, *, normalization: str, dropout: bool) -> None:
+    def __init__(
+        self, view: RankView, hidden_size: int, *, normalization: str, dropout: bool, wide_norms: bool = False
+    ) -> None:
         self.view, self.hidden_size, self.normalization, self.dropout = view, hidden_size, normalization, dropout
+        self.wide_norms = wide_norms and view.item_bytes < view.wide_bytes
         self.communication = Communication(view)
 
     @property
@@ -84,26 +88,43 @@ class Operators:
     def norm(self) -> OpCost:
         """Return the cost of a norm after a residual sum. It keeps the sum; the next operator keeps its output."""
         x = self.hidden_bytes
-        return OpCost("norm", self.norm_kept(), moved=3 * x, transient=self.norm_transient() + x)
+        casts = 4 * self._wide_bytes if self.wide_norms else 0.0  # input and output, each written and read
+        return OpCost("norm", self.norm_kept(), moved=3 * x + casts, transient=self.norm_transient() + x)
 
     def norm_transient(self) -> float:
         """Return the temporary bytes of a norm's backward, without a gradient that passes it by."""
         if self.normalization == "layernorm" or self.view.kernels == "cuda":
-            return 2 * self.hidden_bytes  # the gradients of output and input
+            casts = 2 * self._wide_bytes if self.wide_norms else 0.0
+            return 2 * self.hidden_bytes + casts  # the gradients of output and input
         # Plain operators: five tensors in max(fp32, dtype); what was kept of the scaled input is gone.
-        return 5 * self.view.wide_bytes * self.view.local_tokens * self.hidden_size - self.hidden_bytes
+        return 5 * self._wide_bytes - (self._wide_bytes if self.wide_norms else self.hidden_bytes)
+
+    @property
+    def _wide_bytes(self) -> float:
+        """Bytes of hidden states [s, H] in max(fp32, dtype)."""
+        return self.view.wide_bytes * self.view.local_tokens * self.hidden_size
 
     @property
     def norm_input_kept(self) -> float:
         """Bytes of ``norm_kept`` that are the norm's input itself; plain operators keep a copy in fp32."""
-        itself = self.normalization == "layernorm" or self.view.kernels == "cuda"
+        itself = (self.normalization == "layernorm" or self.view.kernels == "cuda") and not self.wide_norms
         return self.hidden_bytes if itself or self.view.item_bytes == self.view.wide_bytes else 0.0
 
     def norm_kept(self) -> float:
         """Return the bytes that one norm over the hidden dim keeps, without its output."""
-        return norm_kept(self.view, self.view.local_tokens, self.hidden_size, self.normalization)
+        rows = self.view.local_tokens
+        return norm_kept(self.view, rows, self.hidden_size, self.normalization, wide=self.wide_norms)
 
-    def mlp(self, width: int, *, gated: bool, dropped: float = 0.0, stored: bool = True, item: int = 0) -> list[OpCost]:
+    def mlp(
+        self,
+        width: int,
+        *,
+        gated: bool,
+        dropped: float = 0.0,
+        stored: bool = True,
+        item: int = 0,
+        fused: bool = True,
+    ) -> list[OpCost]:
         """Return the operators of an MLP.
 
         Args:
@@ -112,11 +133,12 @@ class Operators:
             dropped: Bytes of the dropout mask on its output.
             stored: The MLP keeps its input; False if another operator keeps the same tensor.
             item: Bytes of an element of the inputs that its activation keeps; 0 for those of the compute dtype.
+            fused: The device's kernel for swiglu computes the activation, if it has one.
         """
         view, H = self.view, self.hidden_size
         t, s, e, F = view.tokens, view.local_tokens, view.item_bytes, width / view.mp
         x, columns = e * s * H, F * (2 if gated else 1)
-        halves = gated and not view.fuses  # silu(gate) is kept
+        halves = gated and not (fused and view.fuses)  # silu(gate) is kept
         kept = 0.0 if view.selective_recompute else (e * t * F if halves else 0.0) + view.stored_bytes(t * F)
         # The incoming gradient takes the place of the output. swiglu adds the gradients of its halves or of silu.
         inside = 2 * F if gated else F

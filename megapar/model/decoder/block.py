@@ -5,6 +5,7 @@ Shape letters: B batch, S sequence, H hidden; S is split over mp under sequence 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
@@ -20,8 +21,9 @@ from megapar.model.attention.self_attention import make_attention
 from megapar.model.decoder.sizes import DecoderSizes
 from megapar.model.layers.context import Context
 from megapar.model.layers.mlp import Mlp, TokenGatedMlp
-from megapar.model.layers.norm import make_norm
+from megapar.model.layers.norm import Norm, make_norm
 from megapar.model.layers.residual import HiddenDropout, PendingSum
+from megapar.model.sizes import GEGLU
 from megapar.moe.layer import MoeLayer, MoeParts
 from megapar.moe.sizes import MoeSizes
 from megapar.moe.stats import MoeStats
@@ -34,6 +36,7 @@ class DecoderBlock(nn.Module):
     """Layer with norms of inputs: x + dropout(attention(norm(x))), then x + dropout(mlp(norm(x))); mlp may be experts.
 
     With norms of outputs (OLMo 2): x + dropout(norm(attention(x))), then x + dropout(norm(mlp(x))).
+    With both (Gemma 3): x + dropout(norm(attention(norm(x)))), then x + dropout(norm(mlp(norm(x)))).
     All activations between attention and mlp are [B, S(/mp), H]. The norms' gradients are partial sums over mp under
     sequence parallelism.
     """
@@ -55,10 +58,14 @@ class DecoderBlock(nn.Module):
         self.compiled = run is not plain
         self.drop = HiddenDropout(sizes.hidden_dropout, layer, share.rank, sizes.residual_multiplier)
         self.norms_outputs = sizes.norm_placement == "output"
-        H, epsilon = sizes.hidden_size, sizes.layernorm_epsilon
-        self.attention_norm = make_norm(sizes.normalization, H, epsilon, dtype=dtype, device=device, run=run)
+        H, epsilon, one_plus = sizes.hidden_size, sizes.layernorm_epsilon, sizes.apply_layernorm_1p
+        norm = partial(make_norm, sizes.normalization, H, epsilon, dtype=dtype, device=device, one_plus=one_plus)
+        self.attention_norm, self.mlp_norm = norm(run=run), norm(run=run)
         self.attention = make_attention(sizes.attention_at(layer), layer, cp=cp, **options)
-        self.mlp_norm = make_norm(sizes.normalization, H, epsilon, dtype=dtype, device=device, run=run)
+        self.attention_output_norm: Norm | None = None
+        self.mlp_output_norm: Norm | None = None
+        if sizes.norm_placement == "both":
+            self.attention_output_norm, self.mlp_output_norm = norm(run=run), norm(run=run)
         self.mlp: Mlp | None = None
         self.moe: MoeLayer | None = None
         moe = sizes.moe_at(layer)
@@ -66,9 +73,9 @@ class DecoderBlock(nn.Module):
             shared = _shared(sizes, moe, **options)
             self.moe = MoeLayer(moe, shared=shared, ep=ep, emp=emp, share=share, parts=moe_parts, **options)
         else:
-            clamped = sizes.activation == "clamped_swiglu"
+            clamped, tanh = sizes.activation == "clamped_swiglu", sizes.activation == GEGLU
             ffn, bias = sizes.ffn_hidden_size, sizes.add_bias_linear
-            self.mlp = Mlp(H, ffn, gated=sizes.gated, clamped=clamped, bias=bias, **options)
+            self.mlp = Mlp(H, ffn, gated=sizes.gated, clamped=clamped, tanh=tanh, bias=bias, **options)
 
     def forward(
         self, x: Tensor | Sliced | PendingSum, context: Context
@@ -78,9 +85,9 @@ class DecoderBlock(nn.Module):
         If the context has slices, the layer runs as drawn in ``model.ampipe``. If functions are compiled and
         another layer follows, the last sum is left to it.
         """
-        if self.norms_outputs:
+        if self.norms_outputs or self.mlp_output_norm is not None:
             assert isinstance(x, Tensor)
-            return self._norm_outputs(x, context)
+            return (self._norm_outputs if self.norms_outputs else self._norm_both)(x, context)
         # Under context parallelism the rank holds a part of each slice, so attention must run slice by slice.
         apart = self.moe is not None or context.cut or self.attention.cp.active
         if isinstance(x, Sliced) or (context.slices and apart):
@@ -102,6 +109,15 @@ class DecoderBlock(nn.Module):
         # The norm's backward needs the last product, so no recomputation skips it.
         y, stats = self._feed_forward(x, context, None)
         return x + self.drop(self.mlp_norm(y), context, "mlp"), stats
+
+    def _norm_both(self, x: Tensor, context: Context) -> tuple[Tensor, MoeStats | None]:
+        """Return ``forward`` of a layer that normalizes inputs and outputs of attention and MLP."""
+        assert self.attention_output_norm is not None
+        assert self.mlp_output_norm is not None
+        y = self.attention_output_norm(self.attention(self.attention_norm(x), context))
+        x, normed = self.mlp_norm.after(x, self.drop(y, context, "attention"))
+        y, stats = self._feed_forward(normed, context, None)
+        return x + self.drop(self.mlp_output_norm(y), context, "mlp"), stats
 
     def _feed_forward(self, x: Tensor, context: Context, ends_unit: Replay | None) -> tuple[Tensor, MoeStats | None]:
         """Run the MLP or the experts. Returns [B, S(/mp), H], and the experts' routing statistics."""

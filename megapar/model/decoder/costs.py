@@ -13,6 +13,7 @@ from megapar.model.cost.model_cost import INDEX_BYTES, ModelCost, OpCost, Produc
 from megapar.model.cost.operators import Operators
 from megapar.model.cost.rank_view import RankView
 from megapar.model.decoder.sizes import DecoderSizes
+from megapar.model.sizes import GEGLU
 from megapar.moe.expert_costs import expert_costs, held_bytes, in_flight
 from megapar.moe.sizes import MEGATRON_MOE, MoeSizes
 
@@ -25,7 +26,10 @@ class DecoderCost(ModelCost):
     def __init__(self, sizes: DecoderSizes, view: RankView) -> None:
         super().__init__(sizes, view)
         self._operators = Operators(
-            view, sizes.hidden_size, normalization=sizes.normalization, dropout=bool(sizes.hidden_dropout)
+            *(view, sizes.hidden_size),
+            normalization=sizes.normalization,
+            dropout=bool(sizes.hidden_dropout),
+            wide_norms=sizes.apply_layernorm_1p,
         )
         self._kinds: dict[tuple[MoeSizes | None, int, bool, frozenset[str]], UnitCost] = {}
         self._layers: dict[int, UnitCost] = {}
@@ -46,7 +50,7 @@ class DecoderCost(ModelCost):
         """Cost of the word embedding, and of the position embedding if positions are learned."""
         learned = self.sizes.position_embedding_type == "learned"
         embedding = self._operators.embedding(INDEX_BYTES * self.view.local_tokens if learned else 0)
-        if self.sizes.embedding_multiplier == 1.0:
+        if self.sizes.embedding_factor == 1.0:
             return embedding
         multiplier = OpCost("multiplier", moved=2 * self._operators.hidden_bytes)
         return replace(embedding, operators=(*embedding.operators, multiplier))
@@ -103,9 +107,10 @@ class DecoderCost(ModelCost):
 
     def _layer(self, moe: MoeSizes | None, window: int, rotary: bool, recomputed: frozenset[str]) -> UnitCost:
         sizes, ops = self.sizes, self._operators
-        after, arriving = sizes.norm_placement == "output", 0.0
+        placement, arriving = sizes.norm_placement, 0.0
         norm, *parts = self._attention(window, rotary)
-        parts = [*parts, norm] if after else [norm, *parts, ops.norm()]
+        inputs, outputs = ([norm] if placement in kinds else [] for kinds in (("input", "both"), ("output", "both")))
+        parts = [*inputs, *parts, *outputs, *inputs]
         if moe is not None:
             parts += expert_costs(self.view, moe)
             if moe.shared_width:
@@ -120,14 +125,14 @@ class DecoderCost(ModelCost):
                 OpCost("residual", ops.dropped(), moved=3 * ops.hidden_bytes, working=held_bytes(self.view, moe))
             )
         else:
-            parts += ops.mlp(sizes.ffn_hidden_size, gated=sizes.gated, dropped=ops.dropped())
-        if after:
-            parts.append(ops.norm())
+            fused = sizes.activation != GEGLU
+            parts += ops.mlp(sizes.ffn_hidden_size, gated=sizes.gated, dropped=ops.dropped(), fused=fused)
+        parts += outputs
         if sizes.residual_multiplier != 1.0:
             parts.append(OpCost("multiplier", moved=4 * ops.hidden_bytes))
         # Operators that the plan assumes to be recomputed keep nothing.
         parts = [replace(part, kept=0.0, recomputed=True) if part.name in recomputed else part for part in parts]
-        itself = ops.hidden_bytes if after else ops.norm_input_kept
+        itself = ops.norm_input_kept if inputs else ops.hidden_bytes
         return UnitCost("moe" if moe else "dense", tuple(parts), ops.hidden_bytes, itself, arriving)
 
     def _shared_gate(self) -> OpCost:

@@ -12,10 +12,12 @@ from typing import Any
 from megapar.model.decoder.layer_pattern import ALL, ernie_interval, flags_of, layers_of, pattern_or_all
 from megapar.model.decoder.layer_ropes import SAME, rope_or_same, roped_or_all
 from megapar.model.decoder.windows import window_or_none, windowed_or_all
+from megapar.model.sizes import GEGLU
 from megapar.schema.published import Limit
 
 _GLM = "--moe-router-score-function sigmoid --moe-shared-experts 1"
 _V2 = "--multi-latent-attention --attention-latent-norm-epsilon 1e-6 --moe-shared-experts 1 --no-norm-topk-prob"
+_GEMMA = "--num-experts 0 --activation geglu --norm-placement both --apply-layernorm-1p --qk-norm --scale-embedding"
 _LIMITED = "--num-experts 16 --moe-router-topk 3 --moe-router-num-groups 4 --moe-router-group-topk 1"
 _WITHOUT_BLOCK = "Export it without its block: --load RUN --finetune --mtp-depth 0 --train-iters 0 --save-hf OUT."
 _GROUPS = (
@@ -44,14 +46,54 @@ def _opposite(limit: Limit, name: str, message: str) -> Limit:
     return Limit(id=name, reads=limit.reads, within=lambda f: not limit.within(f), message=message)
 
 
+_POSITIONS_AND_NORM = {"normalization": "rmsnorm", "position_embedding_type": "rope"}
+_OWN_WEIGHTS = {"apply_layernorm_1p": False, "scale_embedding": False}
+_PLAIN_PARTS = {**_OWN_WEIGHTS, "activation": "swiglu", "attention_sinks": False, "moe_router_linear_bias": False}
+GEMMA_FLAGS = {
+    **{"activation": GEGLU, "apply_layernorm_1p": True, "scale_embedding": True, "norm_placement": "both"},
+    "qk_norm": True,
+}
+"""Flags of Gemma 3 that differ from those of other classes."""
+GEGLU_GATE = _fixed(
+    id="hf-geglu",
+    sizes={"activation": GEGLU},
+    message="this class has a gate of gelu, approximated by tanh",
+)
+GEMMA = _fixed(
+    id="hf-gemma",
+    sizes={
+        **{**_POSITIONS_AND_NORM, **GEMMA_FLAGS, "qk_norm_scope": "head", "attention_sinks": False},
+        **{"embedding_multiplier": 1.0, "residual_multiplier": 1.0, "logits_scaling": 1.0},
+    },
+    message="this class has geglu, norms of 1 + weight on inputs and outputs and on queries and keys, the embedding "
+    "times sqrt(hidden-size), and no other factors",
+    instead="Or train with --norm-placement both, --apply-layernorm-1p, --qk-norm and --scale-embedding.",
+    passing=_GEMMA,
+    failing="--num-experts 0 --activation geglu --qk-norm",
+)
+QUERY_SCALAR = Limit(
+    id="hf-query-scalar",
+    reads=("softmax_scale",),
+    within=lambda f: not f.softmax_scale or round(f.softmax_scale**-2) ** -0.5 == f.softmax_scale,
+    message="the factor on the scores of this class is 1 / sqrt(a whole number)",
+    instead="Or train with --softmax-scale 0.0625, which is 1 / sqrt(256).",
+    passing=f"{_GEMMA} --softmax-scale 0.0625",
+    failing=f"{_GEMMA} --softmax-scale 0.06",
+)
+HEADS_DIVIDE = Limit(
+    id="hf-heads-divide",
+    reads=("hidden_size", "num_attention_heads"),
+    within=lambda f: f.hidden_size % f.num_attention_heads == 0,
+    message="--num-attention-heads of this class divides --hidden-size",
+    instead="Or train with heads that do.",
+    passing=f"{_GEMMA} --hidden-size 96 --num-attention-heads 6 --head-dim 8",
+    failing=f"{_GEMMA} --hidden-size 100 --num-attention-heads 6 --head-dim 8",
+)
 VARIETY = _fixed(
     id="hf-decoder-variety",
-    sizes={
-        **{"normalization": "rmsnorm", "position_embedding_type": "rope", "activation": "swiglu"},
-        **{"attention_sinks": False, "moe_router_linear_bias": False},
-    },
-    message="a decoder's Hugging Face form has rmsnorm, rotary positions and swiglu, and only GptOss has sinks, a bias "
-    "on the router's logits and clamped_swiglu, all of them",
+    sizes={**_POSITIONS_AND_NORM, **_PLAIN_PARTS},
+    message="a decoder's Hugging Face form has rmsnorm, rotary positions and swiglu; only GptOss has sinks, a bias on "
+    "the router's logits and clamped_swiglu, all of them, and only Gemma3 geglu, 1 + weight and --scale-embedding",
     instead="Or train with these, and without those.",
     failing="--normalization layernorm",
 )
@@ -61,7 +103,7 @@ SINKS = _fixed(
 GPT_OSS_BLOCK = _fixed(
     id="hf-gpt-oss",
     sizes={
-        **{"normalization": "rmsnorm", "position_embedding_type": "rope", "activation": "clamped_swiglu"},
+        **{**_POSITIONS_AND_NORM, **_OWN_WEIGHTS, "activation": "clamped_swiglu"},
         **{"add_bias_linear": True, "moe_router_linear_bias": True},
     },
     message="a class with sinks (GptOss) has rmsnorm, rotary positions, clamped_swiglu, and biases in all linear "
@@ -104,7 +146,11 @@ INPUT_NORMS = _fixed(
     passing="--num-experts 0 --qk-norm --qk-norm-scope width --norm-placement output",
     failing="--num-experts 0 --norm-placement output",
 )
-OUTPUT_NORMS = _opposite(INPUT_NORMS, "hf-norm-placement-output", "this class has its norms after attention and MLP")
+OUTPUT_NORMS = _fixed(
+    id="hf-norm-placement-output",
+    sizes={"norm_placement": "output"},
+    message="this class has its norms after attention and MLP",
+)
 NO_MULTIPLIERS = _fixed(
     id="hf-multipliers",
     sizes={"embedding_multiplier": 1.0, "residual_multiplier": 1.0, "softmax_scale": 0.0, "logits_scaling": 1.0},

@@ -64,7 +64,9 @@ class DecoderEmbedding(nn.Module):
     def __init__(self, sizes: DecoderSizes, *, cp: ContextParallel, **options: Unpack[LayerOptions]) -> None:
         super().__init__()
         self.mp, self.sequence_parallel = options["mp"], options["sequence_parallel"]
-        self.dropout, self.multiplier = sizes.hidden_dropout, sizes.embedding_multiplier
+        self.dropout, self.multiplier = sizes.hidden_dropout, sizes.embedding_factor
+        if sizes.scale_embedding:
+            self.multiplier = torch.tensor(self.multiplier, dtype=options["dtype"]).item()
         self.stream = cp.share(self.mp, sequence_parallel=self.sequence_parallel).rank
         H, dtype, device = sizes.hidden_size, options["dtype"], options["device"]
         self.word = VocabularyEmbedding(sizes.vocab_size, H, **options)
@@ -198,8 +200,13 @@ class Decoder(nn.Module):
             self.mtp = Mtp(sizes, ep=ep, emp=emp, cp=self.cp, moe_parts=moe_parts, **options)
         self.final_norm: nn.Module | None = None
         if rank_layers.last:
-            norm, epsilon, run = sizes.normalization, sizes.layernorm_epsilon, execution.run
-            self.final_norm = make_norm(norm, sizes.hidden_size, epsilon, dtype=dtype, device=device, run=run)
+            self.final_norm = make_norm(
+                *(sizes.normalization, sizes.hidden_size, sizes.layernorm_epsilon),
+                dtype=dtype,
+                device=device,
+                run=execution.run,
+                one_plus=sizes.apply_layernorm_1p,
+            )
         self.lm_head = LmHead(sizes, **options) if rank_layers.last else None
 
     def forward(self, batch: dict[str, Tensor], valid_tokens: int | None = None) -> Terms:

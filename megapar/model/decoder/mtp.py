@@ -20,6 +20,7 @@ S(/mp).
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -65,14 +66,15 @@ class Mtp(nn.Module):
         dtype, device, run = options["dtype"], options["device"], options.get("execution", DEFAULT).run
         self.mp, self.sequence_parallel = options["mp"], options["sequence_parallel"]
         self.first_token = vocabulary_range(sizes.vocab_size, self.mp)[0]
-        self.embedding_norm = make_norm(norm, H, epsilon, dtype=dtype, device=device, run=run)
-        self.hidden_norm = make_norm(norm, H, epsilon, dtype=dtype, device=device, run=run)
+        one_plus = sizes.apply_layernorm_1p
+        make = partial(make_norm, norm, H, epsilon, dtype=dtype, device=device, run=run, one_plus=one_plus)
+        self.embedding_norm, self.hidden_norm = make(), make()
         self.proj = Linear(2 * H, H, bias=False, dtype=dtype, device=device)
         # The block has the number after the last layer's, so it has a separate dropout stream.
         self.block = DecoderBlock(sizes, sizes.num_layers, ep=ep, emp=emp, cp=cp, moe_parts=moe_parts, **options)
         self.final_norm: nn.Module | None = None
         if sizes.ends_as_layer:
-            self.final_norm = make_norm(norm, H, epsilon, dtype=dtype, device=device, run=run)
+            self.final_norm = make()
 
     def forward(self, hidden: Tensor, tokens: Tensor, word: Tensor, context: Context) -> tuple[Tensor, MoeStats | None]:
         """Return the input of the head, [B, S(/mp), H], and the routing statistics of a block with experts.

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from megapar.model.decoder import limits
-from megapar.model.decoder.alternating_keys import alternating_settings
+from megapar.model.decoder.alternating_keys import GEMMA, alternating_settings
 from megapar.model.decoder.deepseek_keys import (
     INTERLEAVED,
     LATENT_ATTENTION,
@@ -67,6 +67,8 @@ DENSE_FLAGS = {
     "position_embedding_type": "rope",
     "rotary_percent": 1.0,
     "activation": "swiglu",
+    "apply_layernorm_1p": False,
+    "scale_embedding": False,
     "num_experts": 0,
     "mtp_depth": 0,
     "multi_latent_attention": False,
@@ -194,6 +196,10 @@ OLMO2 = llama_like(
     specific=(limits.QK_NORM, limits.WIDTH_NORMS, limits.OUTPUT_NORMS),
     remark="norms of queries and keys over all heads; norms after attention and MLP",
 )
+GEMMA3_LIMITS = (
+    limits.GEMMA, limits.QUERY_SCALAR, limits.HEADS_DIVIDE, limits.ROPE_EVERYWHERE, limits.DENSE,
+    limits.WHOLE_HEADS_ROTATED, limits.NO_LATENT, limits.NO_QKV_BIAS, limits.NO_BIAS, limits.NO_MTP,
+)  # fmt: skip
 OLMO3 = llama_like(
     name="Olmo3ForCausalLM",
     model_type="olmo3",
@@ -207,6 +213,40 @@ OLMO3 = llama_like(
     renames=QK_NORM_NAMES,
     specific=(*OLMO2.specific, limits.WINDOW),
     remark="as Olmo2, with a window in some layers, which may have other rotary positions",
+)
+GEMMA3 = llama_like(
+    name="Gemma3ForCausalLM",
+    model_type="gemma3_text",
+    settings=(
+        *alternating_settings(
+            tuple(one for one in DECODER if one.name != "hidden_act"),
+            6,
+            full=1000000.0,
+            window=10000.0,
+            old_every="sliding_window_pattern",
+            old_window="rope_local_base_freq",
+        ),
+        *GEMMA,
+        NO_ATTENTION_BIAS,
+    ),
+    defaults={
+        "hidden_activation": "gelu_pytorch_tanh",
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+    },
+    flags={**DENSE_FLAGS, **limits.GEMMA_FLAGS},
+    limits=GEMMA3_LIMITS,
+    renames=QK_NORM_NAMES,
+    specific=(limits.DENSE, limits.GEGLU_GATE),
+    remark="text alone: four norms of 1 + weight, geglu, the embedding times sqrt(hidden_size), and rotary positions "
+    "by kind of layer; caps of logits and attention to later positions are refused",
 )
 QWEN_DEFAULTS = {
     **DEFAULTS,
@@ -568,8 +608,8 @@ GLM4_MOE = llama_like(
     "`num_hidden_layers`",
 )
 OWN = (
-    GPT_OSS, DEEPSEEK_V3, DEEPSEEK_V2, GLM4_MOE, OLMOE, QWEN3_MOE, GRANITE_MOE, QWEN2_MOE, MIXTRAL, ERNIE4_5_MOE,
-    SMOLLM3, OLMO3, OLMO2, QWEN2, QWEN3, GRANITE, MISTRAL, ERNIE4_5,
+    GPT_OSS, DEEPSEEK_V3, DEEPSEEK_V2, GLM4_MOE, OLMOE, QWEN3_MOE, GRANITE_MOE, QWEN2_MOE, MIXTRAL,
+    ERNIE4_5_MOE, GEMMA3, SMOLLM3, OLMO3, OLMO2, QWEN2, QWEN3, GRANITE, MISTRAL, ERNIE4_5,
 )  # fmt: skip
 """Classes that a model of megapar's own is saved as: as the first of them whose ``specific`` limits it is within."""
 ARCHITECTURES = tuple(sorted((*OWN, LLAMA), key=lambda architecture: architecture.name))

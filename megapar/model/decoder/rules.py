@@ -8,6 +8,7 @@ from megapar.model.decoder.layer_pattern import layers_of, listed, to_pattern
 from megapar.model.decoder.layer_ropes import SAME, roped_layers, to_rope
 from megapar.model.decoder.windows import NO_FULL, to_window, window_or_none, windowed_layers
 from megapar.model.rope_scaling import FLAGS_OF, YARN, flags_of_scaling
+from megapar.model.sizes import GEGLU
 from megapar.schema.flag import MOE
 from megapar.schema.rule import LIFTED, NO_EFFECT, Facts, Rule, either, near_divisors, near_multiples
 
@@ -358,7 +359,7 @@ RULES: tuple[Rule, ...] = (
     _of_sizes(
         id="output-norm-ampipe",
         reads=("norm_placement", "ampipe_degree"),
-        when=lambda f: f.norm_placement == "output",
+        when=lambda f: f.norm_placement != "input",
         requires=lambda f: f.ampipe_degree <= 1,
         message="--norm-placement output and both normalize the summed outputs of the experts, which --ampipe-degree "
         "leaves in flight until the next layer",
@@ -368,16 +369,38 @@ RULES: tuple[Rule, ...] = (
     ),
     _of_sizes(
         id="mtp-block",
-        reads=("mtp_depth", "norm_placement", *_MULTIPLIERS),
+        reads=("mtp_depth", "norm_placement", "scale_embedding", *_MULTIPLIERS),
         when=lambda f: f.mtp_depth > 0,
         requires=lambda f: (
-            (f.norm_placement, f.embedding_multiplier, f.residual_multiplier, f.softmax_scale, f.logits_scaling)
+            not f.scale_embedding
+            and (f.norm_placement, f.embedding_multiplier, f.residual_multiplier, f.softmax_scale, f.logits_scaling)
             == ("input", 1.0, 1.0, 0.0, 1.0)
         ),
         message="the block of --mtp-depth is defined for models with norms on inputs and without multipliers",
-        fix="Leave out --mtp-depth, or --norm-placement, --softmax-scale, --logits-scaling and the multipliers.",
+        fix="Leave out --mtp-depth, or --norm-placement, --softmax-scale, --logits-scaling, --scale-embedding and the "
+        "multipliers.",
         passing="--mtp-depth 1",
         failing="--mtp-depth 1 --residual-multiplier 0.5",
+    ),
+    _of_sizes(
+        id="embedding-scale",
+        reads=("scale_embedding", "embedding_multiplier"),
+        when=lambda f: f.scale_embedding,
+        requires=lambda f: f.embedding_multiplier == 1.0,
+        message="--scale-embedding and --embedding-multiplier are two factors on the word embedding",
+        fix="Leave one of them out.",
+        passing="--scale-embedding",
+        failing="--scale-embedding --embedding-multiplier 2",
+    ),
+    _of_sizes(
+        id="geglu-experts",
+        reads=("activation", "num_experts"),
+        when=lambda f: f.activation == GEGLU,
+        requires=lambda f: f.num_experts == 0,
+        message="experts have swiglu or gelu, and --activation geglu is of dense models",
+        fix="Set --num-experts 0, or choose --activation swiglu.",
+        passing="--activation geglu --num-experts 0",
+        failing="--activation geglu --num-experts 4",
     ),
     _of_sizes(
         id="topk",

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 NORMALIZATIONS = ("rmsnorm", "layernorm")
 POSITION_EMBEDDINGS = ("rope", "learned")
-NORM_PLACEMENTS = ("input", "output")
+NORM_PLACEMENTS = ("input", "output", "both")
 DENSE_BLOCK = "dense"
 LAYER_BLOCK = "layer"
 MTP_BLOCKS = (DENSE_BLOCK, LAYER_BLOCK)
@@ -76,7 +76,8 @@ class DecoderSizes(ModelSizes):
     )
     activation: str = flag(
         "swiglu",
-        "activation of the MLP and of the experts; clamped_swiglu is that of GPT-OSS",
+        "activation of the MLP and of the experts: silu with a gate, exact gelu without, the gate of GPT-OSS, or gelu "
+        "approximated by tanh with a gate (Gemma)",
         ernie="gelu",
         choices=ACTIVATIONS,
         aliases=(Alias("swiglu", "swiglu"),),
@@ -93,8 +94,15 @@ class DecoderSizes(ModelSizes):
     )
     norm_placement: str = flag(
         "input",
-        "norms on the inputs of attention and MLP (pre-norm), or on their outputs before the residual sum (OLMo 2)",
+        "norms on the inputs of attention and MLP (pre-norm), on their outputs before the residual sum (OLMo 2), or on "
+        "both (Gemma 3)",
         choices=NORM_PLACEMENTS,
+    )
+    apply_layernorm_1p: bool = flag(
+        False, "norms multiply by 1 + weight, computed in fp32, and their weights start at 0 (Megatron-LM, Gemma)"
+    )
+    scale_embedding: bool = flag(
+        False, "multiply the word embedding by sqrt(hidden-size), rounded to the dtype of the weights (Gemma)"
     )
     embedding_multiplier: float = flag(
         1.0, "factor on the word embedding", above=0, aliases=("embedding-multiplier-scale",)
@@ -299,8 +307,8 @@ class DecoderSizes(ModelSizes):
             raise ValueError("multi_latent_attention has a rotary key in every layer: no_rope_freq must be 0")
         if self.mtp_depth not in (0, 1):
             raise ValueError(f"mtp_depth is {self.mtp_depth}; it must be 0 or 1")
-        if self.mtp_depth and (self.norm_placement, self.embedding_multiplier) != ("input", 1.0):
-            raise ValueError("multi-token prediction needs norm_placement input and embedding_multiplier 1")
+        if self.mtp_depth and (self.norm_placement, self.embedding_factor) != ("input", 1.0):
+            raise ValueError("multi-token prediction needs norm_placement input and an embedding without a factor")
         if not self.multi_latent_attention:
             return
         if self.position_embedding_type != "rope" or self.qk_pos_emb_head_dim % 2:
@@ -338,6 +346,7 @@ class DecoderSizes(ModelSizes):
             dropout=self.attention_dropout,
             flash=self.use_flash_attn,
             sinks=self.attention_sinks,
+            one_plus=self.apply_layernorm_1p,
             rope=self._rope,
         )
 
@@ -394,6 +403,7 @@ class DecoderSizes(ModelSizes):
             query_rank=self.q_lora_rank,
             latent_rank=self.kv_lora_rank,
             sinks=self.attention_sinks,
+            one_plus=self.apply_layernorm_1p,
             rope=self._rope,
         )
 
@@ -406,6 +416,11 @@ class DecoderSizes(ModelSizes):
     @property
     def gated(self) -> bool:
         return self.activation in GATED
+
+    @property
+    def embedding_factor(self) -> float:
+        """Factor on the word embedding, before it is rounded."""
+        return self.hidden_size**0.5 if self.scale_embedding else self.embedding_multiplier
 
     @property
     def moe_layers(self) -> tuple[int, ...]:

@@ -10,6 +10,12 @@ from megapar.model.decoder.sizes import DecoderSizes
 from megapar.model.parameter import ALL, HfPiece, ParameterSpec, bias_row, fused_row, mlp_rows, norm_rows, weight_row
 from megapar.moe.sizes import MoeSizes
 
+_OUTPUTS = ("post_attention_layernorm", "post_feedforward_layernorm")
+_FIRST_NORMS = {  # of attention and of the MLP; those of outputs beside them are ``_OUTPUTS``
+    "input": ("input_layernorm", "post_attention_layernorm"),
+    "output": _OUTPUTS,
+    "both": ("input_layernorm", "pre_feedforward_layernorm"),
+}
 _HF_NAMES = {"kv_a": "kv_a_proj_with_mqa", "q_a_norm": "q_a_layernorm", "kv_a_norm": "kv_a_layernorm", "sinks": "sinks"}
 
 
@@ -27,6 +33,8 @@ def decoder_table(sizes: DecoderSizes) -> tuple[ParameterSpec, ...]:
     rows += norm_rows("final_norm", H, "model.norm", "head", biased=sizes.normalization == "layernorm")
     if not sizes.tie_embeddings:
         rows.append(weight_row("lm_head.weight", (V, H), "lm_head.weight", "head", axes=(("mp", 0),)))
+    if sizes.apply_layernorm_1p:
+        rows = [replace(row, init="zeros") if row.init == "ones" else row for row in rows]
     return tuple(rows)
 
 
@@ -40,21 +48,26 @@ def _block(sizes: DecoderSizes, layer: int, name: str, hf: str, unit: str) -> li
     rows, bias = _decoder_attention(sizes, name, hf, unit), sizes.add_bias_linear
     moe = sizes.moe_at(layer)
     if moe is not None:
-        return rows + _moe(f"{name}.moe", moe, bias, f"{hf}.mlp", unit)
-    shape = (sizes.ffn_hidden_size, sizes.hidden_size)
-    return rows + mlp_rows(f"{name}.mlp", shape, sizes.gated, bias, f"{hf}.mlp", unit)
+        rows += _moe(f"{name}.moe", moe, bias, f"{hf}.mlp", unit)
+    else:
+        shape = (sizes.ffn_hidden_size, sizes.hidden_size)
+        rows += mlp_rows(f"{name}.mlp", shape, sizes.gated, bias, f"{hf}.mlp", unit)
+    if sizes.norm_placement != "both":
+        return rows
+    biased = sizes.normalization == "layernorm"
+    return rows + norm_rows(f"{name}.mlp_output_norm", sizes.hidden_size, f"{hf}.{_OUTPUTS[1]}", unit, biased)
 
 
 def _decoder_attention(sizes: DecoderSizes, name: str, hf: str, unit: str) -> list[ParameterSpec]:
-    """Return the rows of attention and both norms of the block ``name``."""
+    """Return the rows of attention and of the norms up to the MLP of the block ``name``."""
     H, attention, biased = sizes.hidden_size, sizes.attention, sizes.normalization == "layernorm"
-    before = ("input_layernorm", "post_attention_layernorm")  # the second one normalizes the input of the MLP
-    after = ("post_attention_layernorm", "post_feedforward_layernorm")
-    first, second = after if sizes.norm_placement == "output" else before
+    first, second = _FIRST_NORMS[sizes.norm_placement]
     rows = norm_rows(f"{name}.attention_norm", H, f"{hf}.{first}", unit, biased)
     rows += kind_of(attention).rows(
         attention, f"{name}.attention", lambda part: f"{hf}.self_attn.{_HF_NAMES.get(part, f'{part}_proj')}", unit
     )
+    if sizes.norm_placement == "both":
+        rows += norm_rows(f"{name}.attention_output_norm", H, f"{hf}.{_OUTPUTS[0]}", unit, biased)
     return rows + norm_rows(f"{name}.mlp_norm", H, f"{hf}.{second}", unit, biased)
 
 

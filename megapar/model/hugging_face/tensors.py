@@ -69,7 +69,7 @@ def rotated_dim(architecture: PublishedArchitecture, spec: ParameterSpec, piece:
     """
     if not architecture.rotary_halves or not _ROTATED.search(architecture.hf_name(piece.hf_name) or ""):
         return None
-    return len(spec.shape) - 1 if spec.init == "ones" else 2  # a norm [D] or [N, D]; qkv [G, Q + 2, D, ..]
+    return min(len(spec.shape) - 1, 2)  # a norm [D] or [N, D]; qkv [G, Q + 2, D, ..]
 
 
 def to_pairs(x: Tensor, dim: int, rotated: int) -> Tensor:

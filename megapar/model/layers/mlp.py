@@ -1,4 +1,4 @@
-"""Dense feed-forward layer: swiglu, plain or clamped, on a fused gate-up weight, or gelu."""
+"""Dense feed-forward layer: swiglu, plain or clamped, or geglu on a fused gate-up weight, or gelu."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class Mlp(nn.Module):
     """Column parallel layer, activation, row parallel layer; F intermediate features, split over mp.
 
-    gated:     x [B, S(/mp), H] -> gate_up: column linear -> [B, S, 2, F/mp] -> silu(gate) * up, or clamped
+    gated:     x [B, S(/mp), H] -> gate_up: column linear -> [B, S, 2, F/mp] -> silu(gate) * up, or another gate
     otherwise: x [B, S(/mp), H] -> up: column linear -> [B, S, F/mp] -> gelu (exact, by erf)
     then       -> down: row linear -> y [B, S(/mp), H]
     """
@@ -39,8 +39,10 @@ class Mlp(nn.Module):
         gated: bool,
         bias: bool,
         clamped: bool = False,
+        tanh: bool = False,
         **options: Unpack[LayerOptions],
     ) -> None:
+        """Build the layer. clamped, tanh: With the gate of ``clamped_swiglu`` or of ``geglu``."""
         super().__init__()
         first = ColumnLinear(
             hidden_size,
@@ -51,7 +53,8 @@ class Mlp(nn.Module):
         )
         execution = options.get("execution", DEFAULT)
         self.run, self.selective = execution.run, execution.selective
-        self.activation = (clamped_swiglu if clamped else swiglu) if gated else gelu
+        gate = geglu if tanh else clamped_swiglu if clamped else swiglu
+        self.activation = gate if gated else gelu
         self.gate_up = first if gated else None
         self.up = None if gated else first
         self.down = RowLinear(ffn_hidden_size, hidden_size, bias=bias, **options)
@@ -67,7 +70,8 @@ class Mlp(nn.Module):
         first = self.up if self.gate_up is None else self.gate_up
         assert first is not None
         hidden = first(x)
-        run = plain if self.gate_up is not None and self.run is not plain and in_one_kernel(hidden) else self.run
+        has_kernel = activation in (swiglu, clamped_swiglu) and in_one_kernel(hidden)
+        run = plain if has_kernel and self.run is not plain else self.run
         if self.selective:
             return without_output(partial(run, activation), hidden, partial(self.down, onto=onto))
         return self.down(run(activation, hidden), ends_unit, onto)
@@ -89,6 +93,13 @@ def swiglu(gate_up: Tensor) -> Tensor:
 def clamped_swiglu(gate_up: Tensor) -> Tensor:
     """Return the clamped swiglu, [.., F], of gate and up in [.., 2, F]."""
     return op("clamped_swiglu", gate_up)(gate_up)
+
+
+@counted(2)
+def geglu(gate_up: Tensor) -> Tensor:
+    """Return gelu(gate) * up, [.., F], for gate and up in [.., 2, F]; gelu in its approximation by tanh (Gemma)."""
+    gate, up = gate_up.unbind(-2)
+    return F.gelu(gate, approximate="tanh") * up
 
 
 class TokenGatedMlp(Mlp):

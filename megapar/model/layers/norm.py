@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from megapar.core.device.apex import layer_norm_apex, rms_norm_apex
 from megapar.core.device.compiled import FunctionRunner, counted, plain
+from megapar.core.device.dtypes import at_least_fp32
 from megapar.core.device.ops import op
 from megapar.core.tensor_parallel.layers import local, parameter
 
@@ -19,6 +20,9 @@ class Norm(nn.Module):
     """Base class of the norms of x [.., H], with a weight [H] that is whole on all ranks.
 
     The weight of a norm over all heads is [N/mp, D]; ``GroupedQueryAttention`` applies it.
+
+    Attributes:
+        one_plus: Multiply by 1 + weight, in max(fp32, dtype).
     """
 
     def __init__(
@@ -29,10 +33,16 @@ class Norm(nn.Module):
         dtype: torch.dtype,
         device: torch.device | str | None,
         run: FunctionRunner = plain,
+        one_plus: bool = False,
     ) -> None:
         super().__init__()
-        self.epsilon, self.run = epsilon, run
+        self.epsilon, self.run, self.one_plus = epsilon, run, one_plus
         self.weight = parameter((size,) if isinstance(size, int) else size, dtype, device)
+
+    def scale(self) -> Tensor:
+        """Return what normalized features are multiplied by, in the shape of the weight."""
+        weight = local(self.weight)
+        return 1 + weight.to(at_least_fp32(weight.dtype)) if self.one_plus else weight
 
     def after(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return (x + y, norm(x + y)), as one function if functions are compiled."""
@@ -48,8 +58,8 @@ class RmsNorm(Norm):
     def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """Normalize x [.., H]; with y see ``after``, which calls the module, so that FSDP unshards the weight."""
         if y is not None:
-            return self.run(add_rms_norm, x, y, local(self.weight), self.epsilon)
-        return self.run(rms_norm, x, local(self.weight), self.epsilon)
+            return self.run(add_rms_norm, x, y, self.scale(), self.epsilon)
+        return self.run(rms_norm, x, self.scale(), self.epsilon)
 
 
 class LayerNorm(Norm):
@@ -63,21 +73,22 @@ class LayerNorm(Norm):
         dtype: torch.dtype,
         device: torch.device | str | None,
         run: FunctionRunner = plain,
+        one_plus: bool = False,
     ) -> None:
-        super().__init__(size, epsilon, dtype=dtype, device=device, run=run)
+        super().__init__(size, epsilon, dtype=dtype, device=device, run=run, one_plus=one_plus)
         self.bias = parameter((size,), dtype, device)
 
     def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """See ``RmsNorm.forward``. torch's kernel computes statistics of 16-bit inputs in fp32."""
         if y is not None:
-            return self.run(add_layer_norm, x, y, local(self.weight), local(self.bias), self.epsilon)
-        return self.run(layer_norm, x, local(self.weight), local(self.bias), self.epsilon)
+            return self.run(add_layer_norm, x, y, self.scale(), local(self.bias), self.epsilon)
+        return self.run(layer_norm, x, self.scale(), local(self.bias), self.epsilon)
 
 
 @counted(2)
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Normalize x as ``RmsNorm`` does."""
-    return op("rms_norm", x)(x, weight, epsilon)
+    """Normalize x as ``RmsNorm`` does, in the dtype of the weight, and round the result to that of x."""
+    return op("rms_norm", x)(x.to(weight.dtype), weight, epsilon).to(x.dtype)
 
 
 @counted(2, 2)
@@ -89,8 +100,8 @@ def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, epsilon: float) -> tuple[
 
 @counted(2)
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
-    """Normalize x as ``LayerNorm`` does."""
-    return F.layer_norm(x, (x.shape[-1],), weight, bias, epsilon)
+    """Normalize x as ``LayerNorm`` does, in the dtype of the weight, and round the result to that of x."""
+    return F.layer_norm(x.to(weight.dtype), (x.shape[-1],), weight, bias.to(weight.dtype), epsilon).to(x.dtype)
 
 
 @counted(2, 2)
@@ -138,6 +149,8 @@ def make_norm(
     dtype: torch.dtype,
     device: torch.device | str | None,
     run: FunctionRunner = plain,
+    one_plus: bool = False,
 ) -> Norm:
     """Build the norm named ``kind``: ``rmsnorm`` or ``layernorm``."""
-    return (RmsNorm if kind == "rmsnorm" else LayerNorm)(size, epsilon, dtype=dtype, device=device, run=run)
+    norm = RmsNorm if kind == "rmsnorm" else LayerNorm
+    return norm(size, epsilon, dtype=dtype, device=device, run=run, one_plus=one_plus)

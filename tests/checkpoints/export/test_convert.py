@@ -88,6 +88,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "Mixtral": {**DECODER, "num_local_experts": 4},
     "Olmo2": {**DECODER, "head_dim": 12},
     "Olmo3": {**DECODER, "sliding_window": 5},
+    "Gemma3": {**DECODER, "head_dim": 12, "sliding_window": 5, "query_pre_attn_scalar": 20},
     "SmolLM3": {**DECODER, "no_rope_layer_interval": 2},
     "Qwen2": DECODER,
     "Qwen3": {**DECODER, "head_dim": 12},

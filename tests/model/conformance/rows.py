@@ -167,6 +167,26 @@ ROWS = (
         ),
     ),
     Row(
+        "Gemma3",
+        "Gemma3ForCausalLM",
+        {
+            **{**DECODER, **HEAD, "sliding_window": 3, "layer_types": ALTERNATING, "query_pre_attn_scalar": 20},
+            "rope_parameters": {"full_attention": LINEAR, "sliding_attention": BY_KIND["sliding_attention"]},
+        },
+        refused=(
+            {"final_logit_softcapping": 30.0},
+            {"attn_logit_softcapping": 50.0},
+            {"use_bidirectional_attention": True},
+            {"hidden_activation": "gelu"},
+        ),
+    ),
+    Row(
+        "Gemma3, every second layer full",
+        "Gemma3ForCausalLM",
+        {**DECODER, **HEAD, "sliding_window_pattern": 2, "sliding_window": 4, "tie_word_embeddings": False},
+        refused=({"attention_bias": True},),
+    ),
+    Row(
         "SmolLM3",
         "SmolLM3ForCausalLM",
         {**DECODER, "no_rope_layers": [1, 0, 1], "rope_parameters": YARN, "tie_word_embeddings": True},

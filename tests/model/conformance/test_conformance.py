@@ -95,6 +95,7 @@ _PRESETS = {
     "DeepseekV3ForCausalLM": "deepseek-v3 kimi-k2 moonlight-16b-a3b",
     "Glm4MoeForCausalLM": "glm-4.5-air",
     "GptOssForCausalLM": "gpt-oss-120b gpt-oss-20b",
+    "Gemma3ForCausalLM": "gemma-3-1b",
     "Olmo3ForCausalLM": "olmo-3-7b",
     "SmolLM3ForCausalLM": "smollm3-3b",
     "OlmoeForCausalLM": "olmoe-1b-7b",

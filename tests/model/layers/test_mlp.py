@@ -8,7 +8,7 @@ from torch import nn
 
 from megapar.core.comm.axis import Axis
 from megapar.core.recompute.replay import Replay
-from megapar.model.layers.mlp import TokenGatedMlp
+from megapar.model.layers.mlp import Mlp, TokenGatedMlp
 
 H, WIDTH = 6, 10
 
@@ -37,3 +37,15 @@ def test_output_and_gradients_are_those_of_qwen2_moe_s_formula() -> None:
     torch.testing.assert_close(mlp(x, None, onto), onto + wanted.flatten(0, 1), rtol=1e-13, atol=1e-13)
     assert not mlp.adds_onto
     torch.testing.assert_close(mlp(x, Replay()), wanted, rtol=1e-13, atol=1e-13)
+
+
+def test_geglu_is_gemma_s() -> None:
+    options = {"mp": Axis.single("mp"), "sequence_parallel": False, "dtype": torch.float64, "device": None}
+    mlp, random = Mlp(H, WIDTH, gated=True, tanh=True, bias=False, **options), torch.Generator().manual_seed(0)
+    for parameter in mlp.parameters():
+        nn.init.normal_(parameter, generator=random)
+    x = torch.randn(2, 5, H, dtype=torch.float64, generator=random)
+    gate, up = mlp.gate_up.weight if mlp.gate_up is not None else (None, None)
+    z = x @ gate.T
+    gelu = 0.5 * z * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (z + 0.044715 * z**3)))
+    torch.testing.assert_close(mlp(x), gelu * (x @ up.T) @ mlp.down.weight.T, rtol=1e-13, atol=1e-13)

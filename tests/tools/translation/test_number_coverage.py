@@ -54,6 +54,7 @@ HELD = {
         --no-norm-topk-prob --norm-topk-prob
     """,
     "model/decoder/test_layer_ropes.py::test_layers_without_rope_are_those_of_megatron": "--no-rope-freq",
+    "model/layers/test_norm.py::test_one_plus_weight_is_gemma_s_to_the_bit": "--apply-layernorm-1p",
     "model/decoder/test_mtp.py::test_loss_by_hand": "--mtp-depth --mtp-loss-weight",
     "model/decoder/test_mtp_layer.py::test_the_published_block_by_its_formula": "--mtp-block",
     "model/decoder/test_windows.py::test_a_window_is_read_as_megatron_s_or_as_a_number_of_keys": "--window-size",

@@ -111,6 +111,7 @@ ROWS = """
 --no-rope-freq 1 --position-embedding-type rope --num-layers 8 | another model
 --no-rope-freq [2] --position-embedding-type rope --num-layers 8 | another model
 --no-rope-freq 4 --num-layers 8 | unnecessary
+--apply-layernorm-1p | same | --apply-layernorm-1p
 --enable-hyper-connections | another model
 --cuda-graph-impl local | unsupported
 --cp-comm-type a2a --context-parallel-size 2 | renamed | --context-parallel-algo ulysses_cp_algo
