@@ -40,7 +40,7 @@ SIZES: Mapping[str, ModelSizes] = {
     "Qwen3ForCausalLM": replace(DENSE, **LATER, qk_norm=True, head_dim=12),
     "Qwen2MoeForCausalLM": replace(
         *(MOE,),
-        **{"first_k_dense": 0, "moe_pattern": (0, 1, 0), "num_layers": 3, "add_qkv_bias": True},
+        **{"first_k_dense": 0, "moe_pattern": (0, 1, 0), "add_qkv_bias": True, **LATER},
         moe=MoeSizes(32, 16, num_experts=4, topk=3, shared_ffn=24, shared_gate=True, norm_topk_prob="off"),
     ),
     "OlmoeForCausalLM": replace(
@@ -59,7 +59,9 @@ SIZES: Mapping[str, ModelSizes] = {
         **{"attention_sinks": True, "activation": "clamped_swiglu", "add_bias_linear": True},
         moe=replace(PLAIN, activation="clamped_swiglu", add_bias=True, linear_bias=True),
     ),
-    "Qwen3MoeForCausalLM": replace(MOE, qk_norm=True, first_k_dense=2, moe=PLAIN, layernorm_epsilon=1e-6),
+    "Qwen3MoeForCausalLM": replace(
+        MOE, window_size=5, qk_norm=True, first_k_dense=2, moe=PLAIN, layernorm_epsilon=1e-6
+    ),
     "DeepseekV2ForCausalLM": replace(
         LATENT, **LEADING, moe=replace(GROUPED, group_score_topk=1, norm_topk_prob="off", shared_experts=2)
     ),
@@ -136,7 +138,8 @@ def test_a_model_with_windows_is_saved_as_a_class_that_has_them() -> None:
         (replace(DENSE, **ALTERNATING), "MistralForCausalLM", "all layers of this class have the window"),
         (replace(DENSE, **ALTERNATING, qk_norm=True), "Qwen3ForCausalLM", None),
         (replace(MOE, first_k_dense=0, moe=PLAIN, ffn_hidden_size=16, window_size=5), "MixtralForCausalLM", None),
-        (replace(MOE, qk_norm=True, moe=PLAIN, window_size=5), "Qwen3MoeForCausalLM", "no layer of this class has"),
+        (replace(MOE, qk_norm=True, moe=PLAIN, window_size=5), "Qwen3MoeForCausalLM", None),
+        (replace(MOE, rotary_percent=0.5, moe=SIGMOID, window_size=5), "Glm4MoeForCausalLM", "no layer of this class"),
     ):
         own, why = own_architecture(sizes), not_exportable(sizes)
         assert own is not None

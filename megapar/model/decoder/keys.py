@@ -125,6 +125,14 @@ def _alternating(config: Json) -> tuple[bool, ...]:
     return tuple(kind == SLIDING for kind in kinds[:layers])
 
 
+def _sliding_before(config: Json) -> tuple[bool, ...]:
+    """Return for each layer of Qwen2-MoE whether it has the window: those listed, or every second one before N."""
+    layers, end = config["num_hidden_layers"], config["max_window_layers"]
+    if not config["use_sliding_window"]:
+        return (False,) * layers
+    return _listed_sliding(config) or tuple(number < end and number % 2 == 0 for number in range(layers))
+
+
 def _unrotated(config: Json) -> tuple[bool, ...]:
     """Return for each layer of SmolLM3 whether it has no rotary positions: those listed with 0, or every N-th."""
     layers, rotated = config["num_hidden_layers"], config.get("no_rope_layers")
@@ -194,12 +202,12 @@ def _wrong_rotated(config: Json) -> str:
 
 
 def _sizeless(config: Json) -> str:
-    lacks = config["use_sliding_window"] and config["sliding_window"] is None
+    lacks = config["use_sliding_window"] and not config["sliding_window"]
     return "but sliding_window does not say how many keys" if lacks else ""
 
 
 def _mixed_kinds(config: Json) -> str:
-    kind = "full_attention" if config["sliding_window"] is None else "sliding_attention"
+    kind = SLIDING if config["sliding_window"] and config.get("use_sliding_window", True) else FULL
     return "" if set(config.get("layer_types") or []) <= {kind} else "but the layers of this class are all alike"
 
 
@@ -224,13 +232,18 @@ def of_both(
     )
 
 
-def _some_windows(sliding: Sliding) -> tuple[Setting, ...]:
-    """Return the settings of a window in some layers, which ``use_sliding_window`` turns on."""
+def _windows_in_use(sliding: Sliding) -> tuple[Setting, ...]:
+    """Return the settings of a window that ``use_sliding_window`` turns on; without it some classes write a 0."""
     return (
-        *of_both(sliding, "sliding_window", OPTIONAL_SIZE, _window),
+        *of_both(sliding, "sliding_window", OPTIONAL_COUNT, _window),
         *of_both(sliding, "use_sliding_window", true_or_false, _uses_window, implied=False, refused=_sizeless),
-        *of_both(sliding, "layer_types", anything, _kinds, implied=None, refused=_wrong_kinds),
     )
+
+
+def _some_windows(sliding: Sliding) -> tuple[Setting, ...]:
+    """Return the settings of a window in some layers."""
+    kinds = of_both(sliding, "layer_types", anything, _kinds, implied=None, refused=_wrong_kinds)
+    return (*_windows_in_use(sliding), *kinds)
 
 
 SAME_WINDOW = (
@@ -244,6 +257,11 @@ SAME_WINDOW = (
     Setting("layer_types", anything, written=False, refused=_mixed_kinds),
 )
 QWEN_WINDOWS = (*_some_windows(_sliding), *of_both(_sliding, "max_window_layers", COUNT, _full_lead, implied=None))
+QWEN2_MOE_WINDOWS = (*_some_windows(_sliding_before), Setting("max_window_layers", COUNT, written=False))
+QWEN3_MOE_WINDOWS = (
+    *_windows_in_use(lambda config: (bool(config["use_sliding_window"]),) * config["num_hidden_layers"]),
+    Setting("layer_types", anything, written=False, refused=_mixed_kinds),
+)
 SMOLLM3_WINDOWS = _some_windows(_sliding_unrotated)
 SKIPPED_ROPE = (
     Setting(
@@ -272,7 +290,6 @@ OUTPUT = (
     Setting("dtype", anything, from_flags=lambda settings: settings["dtype"]),
 )
 DECODER = (*VOCABULARY, DENSE_WIDTH, *ATTENTION, *OUTPUT)
-NO_WINDOW = Setting("sliding_window", OPTIONAL_COUNT, from_flags=lambda settings: None)
 BIASES = Setting("use_bias", true_or_false, "add_bias_linear", to_flag=lambda config: bool(config["use_bias"]))
 LLAMA_BIASES = (
     Setting("attention_bias", true_or_false, "add_bias_linear", refused=_biases),

@@ -188,7 +188,7 @@ NO_WINDOW = Limit(
     message="no layer of this class has a window; those of GptOss, Mistral, Mixtral, Qwen2 and Qwen3 have",
     instead="Or train without --window-size.",
     passing="--num-experts 0 --window-size 4",
-    failing="--qk-norm --window-size 4",
+    failing=f"{_GLM} --window-size 4",
 )
 WINDOW = _opposite(NO_WINDOW, "hf-window-always", "layers of this class have a window")
 SAME_WINDOW = Limit(

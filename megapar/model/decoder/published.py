@@ -29,9 +29,10 @@ from megapar.model.decoder.keys import (
     MULTIPLIERS,
     NO_ATTENTION_BIAS,
     NO_QKV_CLIP,
-    NO_WINDOW,
     OLMO_EXPERTS,
     OUTPUT,
+    QWEN2_MOE_WINDOWS,
+    QWEN3_MOE_WINDOWS,
     QWEN_EXPERTS,
     QWEN_SHARED,
     QWEN_WINDOWS,
@@ -367,31 +368,32 @@ MIXTRAL = llama_like(
 )
 QWEN_MOE_DEFAULTS = {**QWEN_DEFAULTS, "norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": []}
 QWEN3_MOE_LIMITS = (
-    limits.QK_NORM, *EXPERT_LIMITS, *NO_SHARED, limits.NO_MTP, limits.NO_CORRECTION_BIAS, limits.NO_WINDOW,
+    limits.QK_NORM, *EXPERT_LIMITS, *NO_SHARED, limits.NO_MTP, limits.NO_CORRECTION_BIAS, limits.SAME_WINDOW,
 )  # fmt: skip
 QWEN3_MOE = llama_like(
     name="Qwen3MoeForCausalLM",
     model_type="qwen3_moe",
-    settings=(*DECODER, *QWEN_EXPERTS, NO_ATTENTION_BIAS, NO_WINDOW),
+    settings=with_windows((*DECODER, *QWEN_EXPERTS, NO_ATTENTION_BIAS), QWEN3_MOE_WINDOWS),
     defaults={**QWEN_MOE_DEFAULTS, "num_key_value_heads": 4, "attention_bias": False, "num_experts_per_tok": 8},
     flags={**EXPERT_FLAGS, "qk_norm": True},
     limits=QWEN3_MOE_LIMITS,
     renames=QK_NORM_NAMES,
     absent=(_BIAS,),
     specific=(*ERNIE4_5_MOE.specific, limits.QK_NORM),
-    remark="norms on queries and keys, dense layers anywhere, weights divided by their sum or not",
+    remark="norms on queries and keys, dense layers anywhere, weights divided by their sum or not; a window in all "
+    "layers, or in none",
 )
 GATED = {"moe_shared_expert_gate": True}
 QWEN2_MOE_LIMITS = (
     *EXPERT_FORM, *PLAIN_BLOCK, limits.NO_QK_NORM, limits.SHARED_GATE, limits.NO_MTP, limits.NO_CORRECTION_BIAS,
-    limits.NO_WINDOW,
 )  # fmt: skip
 QWEN2_MOE = llama_like(
     name="Qwen2MoeForCausalLM",
     model_type="qwen2_moe",
-    settings=(*DECODER, *QWEN_EXPERTS, *QWEN_SHARED, NO_WINDOW),
+    settings=with_windows((*DECODER, *QWEN_EXPERTS, *QWEN_SHARED), QWEN2_MOE_WINDOWS),
     defaults={
         **{**QWEN_MOE_DEFAULTS, "num_key_value_heads": 16, "sliding_window": 0, "num_experts_per_tok": 4},
+        "max_window_layers": 28,
         "qkv_bias": True,
     },
     flags={**{name: value for name, value in EXPERT_FLAGS.items() if name != "moe_shared_experts"}, **GATED},
@@ -399,7 +401,7 @@ QWEN2_MOE = llama_like(
     renames=((r"\.mlp\.shared_experts\.", ".mlp.shared_expert."),),
     absent=(_BIAS,),
     specific=(*ERNIE4_5_MOE.specific, limits.SHARED_GATE, limits.QKV_BIAS),
-    remark="shared experts with a gate, dense layers anywhere",
+    remark="shared experts with a gate, dense layers anywhere; a window in some layers",
 )
 OLMOE_LIMITS = (
     *EXPERT_FORM, limits.NO_QKV_BIAS, limits.QK_NORM, limits.WIDTH_NORMS, limits.HEADS_OF_WIDTH, limits.NO_LATENT,

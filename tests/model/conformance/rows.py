@@ -57,7 +57,7 @@ ENCODER = {
 DECODER = {**ENCODER, "num_key_value_heads": 2}
 HEAD = {"head_dim": 12}  # so that heads together are wider than the hidden states
 EXPERTS = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
-WINDOW = {"sliding_window": 8, "use_sliding_window": True}
+WINDOW = {"sliding_window": 3, "use_sliding_window": True}
 ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
 LLAMA3 = {
     **{"rope_type": "llama3", "rope_theta": 50.0, "factor": 4.0, "original_max_position_embeddings": 16},
@@ -298,7 +298,19 @@ ROWS = (
             **{**DECODER, **EXPERTS, "shared_expert_intermediate_size": 40, "norm_topk_prob": False},
             **{"decoder_sparse_step": 2, "mlp_only_layers": [0], "num_hidden_layers": 4},
         },
-        refused=(WINDOW, {"hidden_act": "gelu"}),
+        refused=({"layer_types": ALTERNATING}, {"hidden_act": "gelu"}),
+    ),
+    Row(
+        "Qwen2Moe, window in every second layer",
+        "Qwen2MoeForCausalLM",
+        {**DECODER, **EXPERTS, **WINDOW, "shared_expert_intermediate_size": 40, "max_window_layers": 2},
+        refused=({"use_sliding_window": True, "sliding_window": 0},),
+    ),
+    Row(
+        "Qwen3Moe, window",
+        "Qwen3MoeForCausalLM",
+        {**DECODER, **HEAD, **EXPERTS, **WINDOW, "norm_topk_prob": True},
+        refused=({"layer_types": ["full_attention"] * 3},),
     ),
     Row(
         "GraniteMoe",
