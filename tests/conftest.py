@@ -10,10 +10,11 @@ import os
 import pytest
 from hypothesis import settings
 
+from tests.support.buckets import bucket, s3_server
 from tests.support.shares import is_drawn
 from tests.support.stores import any_store, store_root
 
-__all__ = ["any_store", "store_root"]
+__all__ = ["any_store", "bucket", "s3_server", "store_root"]
 
 TABLES = ("table", "flags", "presets")  # markers of what is drawn from
 

@@ -113,6 +113,10 @@ class DiskStore:
         """Return the path itself."""
         return Path(path)
 
+    def uri(self, path: PurePath) -> str:
+        """Return the path itself."""
+        return str(path)
+
 
 class DiskWriting:
     """A new file that is being written. Raises FileExistsError if there is one."""

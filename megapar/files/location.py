@@ -1,4 +1,4 @@
-"""Stores: where checkpoints and exports lie. A disk is one; whatever has these verbs can be another.
+"""Stores: where checkpoints and exports lie. A disk is one, a bucket another (``files.bucket``).
 
     read      a file, from any position              publish   what is complete, under its final name
     write     a new file, block by block             remove    a file, or a folder with everything in it
@@ -19,11 +19,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import count
-from pathlib import Path, PurePath
+from pathlib import Path, PurePath, PurePosixPath
 from typing import Any, Protocol, TypeAlias
 
+from megapar.files.bucket import BucketFile, BucketStore
 from megapar.files.disk import DiskStore, sync_tree
 from megapar.files.regular_file import SMALL, UnfitFileError, json_object, read_open
+from megapar.files.uri import DISK, SCHEMES, split_uri
 
 _BLOCK = 1 << 20
 
@@ -85,6 +87,9 @@ class Store(Protocol):
     def local_path(self, path: PurePath) -> Path | None:
         """Return the path for libraries that read and write files themselves; None if the store is not a disk."""
 
+    def uri(self, path: PurePath) -> str:
+        """Return the name that users give."""
+
 
 @dataclass(frozen=True)
 class Location:
@@ -97,7 +102,7 @@ class Location:
         return Location(self.store, self.path / name)
 
     def __str__(self) -> str:
-        return str(self.path)
+        return self.store.uri(self.path)
 
     @property
     def name(self) -> str:
@@ -196,11 +201,20 @@ class Location:
 
     def sha256(self) -> str:
         """Return the SHA-256 of a file in hexadecimal. Raises OSError."""
-        state, block = hashlib.sha256(), bytearray(_BLOCK)
-        with self.read() as file:
-            while got := file.readinto(block):
-                state.update(memoryview(block)[:got])
+        state = hashlib.sha256()
+        for block in self.blocks():
+            state.update(block)
         return state.hexdigest()
+
+    def blocks(self) -> Iterator[memoryview | bytes]:
+        """Yield the content of a file from its start to its end; a block is overwritten by the next one."""
+        with self.read() as file:
+            if isinstance(file, BucketFile):
+                yield from file.blocks()
+                return
+            block = bytearray(_BLOCK)
+            while got := file.readinto(block):
+                yield memoryview(block)[:got]
 
     def content(self, limit: int = SMALL) -> bytes:
         """Return the content of a file of at most ``limit`` bytes. Raises OSError, also for a larger one."""
@@ -213,12 +227,17 @@ class Location:
 
 
 Place: TypeAlias = "str | os.PathLike[str] | Location"
-"""What a function accepts that needs a location; a path is one on disk."""
+"""What a function accepts that needs a location: a path on a disk, or the URI of another store as a text."""
 
 
 def at(place: Place) -> Location:
-    """Return a location as it is, and a path as the location of that name on disk."""
-    return place if isinstance(place, Location) else Location(DiskStore(), Path(place))
+    """Return a location as it is, and a path or a URI as the location of that name on disk or in another store."""
+    if isinstance(place, Location):
+        return place
+    parts = split_uri(place) if isinstance(place, str) else None
+    if parts is not None and parts[0] in SCHEMES:
+        return Location(BucketStore(parts[0]), PurePosixPath(parts[1]))
+    return Location(DiskStore(), Path(str(place).removeprefix(DISK)))
 
 
 def same_place(first: Place | None, second: Place | None) -> bool:
@@ -229,11 +248,10 @@ def same_place(first: Place | None, second: Place | None) -> bool:
 def copy(source: Place, target: Location) -> None:
     """Write a file with the content of another one, in place of an existing one."""
     target.remove()
-    with at(source).read() as file:
-        copied = target.write()
-        while block := file.read(_BLOCK):
-            copied.write(memoryview(block))
-        copied.finish()
+    copied = target.write()
+    for block in at(source).blocks():
+        copied.write(memoryview(block))
+    copied.finish()
 
 
 def replace(path: Location, content: bytes) -> None:

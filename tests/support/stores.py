@@ -1,4 +1,4 @@
-"""Stores for tests: a disk, and a second one in memory, which has names but neither folders nor links nor times.
+"""Stores for tests: a disk, one in memory, which has names but neither folders nor links nor times, and object stores.
 
 ``MemoryStore`` counts the bytes that are read from it, and keeps a file that was begun and not finished to itself. It
 belongs to one process.
@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import errno
 import io
+import uuid
 from collections.abc import Callable
 from pathlib import Path, PurePath, PurePosixPath
 
 import pytest
 
 from megapar.files import location
+from megapar.files.bucket import BucketStore
 from megapar.files.disk import BEAT
 from megapar.files.location import Location, at
 
@@ -87,6 +89,10 @@ class MemoryStore:
 
     def local_path(self, path: PurePath) -> None:
         """Return None: this is not a disk."""
+
+    def uri(self, path: PurePath) -> str:
+        """Return the name."""
+        return str(path)
 
     def _below(self, path: PurePath) -> tuple[PurePath, ...]:
         return tuple(name for name in tuple(self.files) if name == path or path in name.parents)
@@ -173,18 +179,25 @@ def names(folder: Location) -> list[str]:
     return sorted(folder.list())
 
 
-@pytest.fixture(params=["disk", "memory"])
+def in_objects() -> Location:
+    """Return an empty folder of an object store in memory."""
+    return at(f"memory://{uuid.uuid4().hex}/store")
+
+
+@pytest.fixture(params=["disk", "memory", "objects", "s3"])
 def store_root(request: pytest.FixtureRequest, tmp_path: Path) -> Location:
     """Return an empty folder of each store."""
-    return at(tmp_path) if request.param == "disk" else in_memory()
+    if request.param == "s3":
+        return request.getfixturevalue("bucket")
+    return {"disk": lambda: at(tmp_path), "memory": in_memory, "objects": in_objects}[request.param]()
 
 
-@pytest.fixture(params=["disk", "memory"])
+@pytest.fixture(params=["disk", "memory", "objects"])
 def any_store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Have every path that a run takes for a location be one on disk, or in memory. Return which."""
-    if request.param == "memory":
-        memory = MemoryStore()
-        monkeypatch.setattr(location, "DiskStore", lambda: memory)
+    """Have every path that a run takes for a location be one on disk, in memory or in objects. Return which."""
+    if request.param != "disk":
+        store = MemoryStore() if request.param == "memory" else BucketStore("memory")
+        monkeypatch.setattr(location, "DiskStore", lambda: store)
     return str(request.param)
 
 

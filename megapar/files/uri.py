@@ -1,0 +1,77 @@
+"""URIs of object stores: their form, the packages that they need, and their secrets, which no text shows.
+
+    s3://BUCKET/NAME    gs://BUCKET/NAME    memory://NAME, in this process
+
+Standard library only, and nothing is imported or asked for: a URI that cannot be used is refused before ranks start.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from importlib.util import find_spec
+from types import MappingProxyType
+from typing import Any
+
+from megapar.errors import Complaint, ConfigError
+
+PACKAGES: Mapping[str, tuple[str, str]] = MappingProxyType({"s3": ("s3fs", "s3"), "gs": ("gcsfs", "gcs")})
+"""Scheme -> (the module that fsspec needs for it, the extra of megapar that installs it)."""
+
+MEMORY = "memory"
+SCHEMES = (*PACKAGES, MEMORY)
+DISK = "file://"
+"""Before a whole path on a disk."""
+
+_URI = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
+_SECRET = re.compile(r"(?<=://)[^/\s'\"@]*(?:@[^/\s'\"@]*)*@")
+
+
+def split_uri(text: str) -> tuple[str, str] | None:
+    """Return (scheme in lower case, the rest without slashes at its end), or None if a text is not a URI."""
+    match = _URI.fullmatch(text)
+    return None if match is None else (match[1].lower(), match[2].rstrip("/") or match[2][:1])
+
+
+def is_stored(text: str) -> bool:
+    """Return True if a text is the URI of an object store."""
+    parts = split_uri(text)
+    return parts is not None and parts[0] in SCHEMES
+
+
+def wrong_uri(text: str) -> tuple[str, str]:
+    """Return (what prevents the use of a URI, what to do), or ("", ""). Only its form and packages are looked at."""
+    parts = split_uri(text)
+    if parts is None or parts[0] not in SCHEMES:
+        known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
+        return "is of no store that is built", f"Use one of {known}, or mount the store (docs/launch.md#object-stores)."
+    scheme, rest = parts
+    if masked(text) != text:
+        fix = "Leave them to the store's own ways, such as AWS_PROFILE or a role of the machine."
+        return "contains a user or a password, which would be in logs and process lists", fix
+    if any(part in ("", ".", "..") for part in rest.split("/")) or any(letter in rest for letter in "?#*"):
+        return f"is not {scheme}://BUCKET/NAME", "Write the names of the bucket and of the folder in it."
+    module, extra = PACKAGES.get(scheme, ("fsspec", ""))
+    if find_spec(module) is None:
+        wanted = f'"megapar[{extra}]"' if extra else module
+        return f"needs the package {module}, which is not installed", f"Install it with: pip install {wanted}"
+    return "", ""
+
+
+def refuse_wrong(text: str) -> None:
+    """Raise ConfigError for a URI that cannot be used; any other text is a path."""
+    problem, fix = wrong_uri(text) if "://" in text else ("", "")
+    if problem:
+        raise ConfigError([Complaint("store", f"{masked(text)} {problem}.", fix)])
+
+
+def without_secrets(value: Any) -> Any:
+    """Return the value of a flag with its texts masked, and lists for tuples."""
+    if isinstance(value, (tuple, list)):
+        return [without_secrets(item) for item in value]
+    return masked(value) if isinstance(value, str) else value
+
+
+def masked(text: str) -> str:
+    """Return a text in which the user and the password of every URI are ``***``."""
+    return _SECRET.sub("***@", text)
