@@ -16,6 +16,9 @@ RANK_FILE = "MEGAPAR_RANK_FILE"
 LAUNCH = "MEGAPAR_LAUNCH"
 """Unique name of a launch, the same on all nodes; restarts by the launcher keep it."""
 
+ELASTIC = "MEGAPAR_ELASTIC"
+"""Set for the ranks of a job that goes on with fewer nodes, while a lost one may still run."""
+
 NAMELESS = ("none", "megapar")
 """Default job names: torchrun's, and that of ``megapar launch`` if the nodes have no store to agree on a name."""
 

@@ -29,6 +29,9 @@ SCALARS_FILE = "scalars.json"
 LATEST = "latest"
 OWNERS = "owner"
 EPOCH = "[1-9][0-9]{0,15}"
+_ASIDE = re.compile(
+    r"(?:iter_[0-9]{7,18}(?:\.e[0-9]+)?|latest|tokenizer)\.tmp-[0-9a-f]{12}(?:-e([0-9]+))?(?:\.replaced)?"
+)
 _NAME = re.compile(rf"iter_([0-9]{{7,18}})(?:\.e({EPOCH}))?")
 _LINE = re.compile(rf"({_NAME.pattern})(?: ({EPOCH}))?")
 _PART = re.compile(rf"{re.escape(SCALARS_FILE)}|shard-[0-9]+\.safetensors")
@@ -56,6 +59,12 @@ def shard_name(rank: int) -> str:
 def is_part(name: str) -> bool:
     """Return True if a file of this name is part of a checkpoint, next to its layout."""
     return _PART.fullmatch(name) is not None
+
+
+def is_of_owner(name: str, epoch: int) -> bool:
+    """Return True for the name of what this owner, an earlier one, or none has not finished."""
+    match = _ASIDE.fullmatch(name)
+    return match is not None and int(match[1] or 0) <= epoch
 
 
 def holds_checkpoints(root: Place) -> bool:

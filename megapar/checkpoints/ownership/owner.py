@@ -9,7 +9,8 @@ The owner is the highest epoch. Nothing here compares clocks of two machines: a 
 on its own clock, and an owner whose heartbeat changes is alive. The candidate takes over at once if the owner is known
 to have ended: it recorded its end, its process on this machine is gone, or this run is a restart of it. Otherwise it
 takes over after the heartbeat has not changed for a minute. If that owner was only suspended, it does no harm when it
-resumes: its writes never replace a file (save_load/folder.py), and it then finds that it has a successor and ends.
+resumes: its writes never replace a file (save_load/folder.py), and it then finds that it has a successor and ends. In
+an object store it finds that by its next heartbeat, which may only replace its own last one.
 """
 
 from __future__ import annotations
@@ -25,20 +26,33 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from megapar.checkpoints.format.names import OWNERS, epochs_of, owners_latest, parse_checkpoint_name, read_latest
+from megapar.checkpoints.format.names import (
+    OWNERS,
+    epochs_of,
+    is_of_owner,
+    owners_latest,
+    parse_checkpoint_name,
+    read_latest,
+)
 from megapar.core.comm.world import World
 from megapar.errors import CheckpointError, Complaint, FolderLostError, FolderOwnedError
+from megapar.files.bucket import BucketStore
 from megapar.files.location import Location, Lock, Place, at
+from megapar.files.location import replace as overwrite
+from megapar.files.objects import ChangedError
 from megapar.health.stop.process import MAX_TEXT, Process
 from megapar.launch_environment import job_id, launch_id, slurm_job, starts_before
 
 BEAT_SECONDS = 2.0
+STORE_BEAT_SECONDS = 10.0  # in a store that is not a disk, where every request is paid for
 PATIENCE_SECONDS = 60.0
 UNLOCKED_SECONDS = 10.0  # the patience with an owner on this machine that no longer holds its lock
 ENDED = "ended"
+SUCCEEDED = "succeeded"
 _QUIET_SECONDS = 3.0
 _POLL_SECONDS = 0.25
 _TRIES = 100
@@ -120,8 +134,11 @@ def _user() -> str:
 
 
 def newest_epoch(root: Place) -> int:
-    """Return the owner's epoch, or 0 if the folder never had an owner."""
-    return max(epochs_of(root), default=0)
+    """Return the owner's epoch, or 0 if the folder never had an owner. A listing may lack the newest ones."""
+    newest = max(epochs_of(root), default=0)
+    while (at(root) / OWNERS / f"{newest + 1}.json").is_file():
+        newest += 1
+    return newest
 
 
 def highest_epoch(root: Place) -> int:
@@ -213,12 +230,26 @@ def acquire(root: Place, mine: Lease, watch: Watch, beat_seconds: float = BEAT_S
                 continue
             if newest_epoch(root) == epoch:
                 _remove_old_records(root, epoch)
+                _take_heartbeat(root, before)
+                _end_uploads(root, epoch)
                 followed = read_lease(root, before) if before else None
                 return Owner(root, lease, lock, beat_seconds, followed)
             lock.release()
     except OSError as error:
         raise CheckpointError(f"--save {root} cannot be owned: {error}") from error
     raise CheckpointError(f"--save {root} cannot be owned: other runs repeatedly took it first")
+
+
+def _take_heartbeat(root: Location, epoch: int) -> None:
+    """Overwrite the heartbeat of an earlier owner that may resume: its next one fails, whatever a listing shows it."""
+    if epoch and root.local_path() is None and read_beat(root, epoch) != ENDED:
+        overwrite(root / OWNERS / f"{epoch}.beat", SUCCEEDED.rjust(_BEAT_DIGITS).encode() + b"\n")
+
+
+def _end_uploads(root: Location, epoch: int) -> None:
+    """End the uploads that this owner and earlier ones have begun in an object store."""
+    if isinstance(root.store, BucketStore):
+        root.store.end_uploads(root.path, partial(is_of_owner, epoch=epoch))
 
 
 def _wait_for_end(root: Location, epoch: int, mine: Lease, watch: Watch) -> None:
@@ -288,7 +319,7 @@ class Owner:
             newest = newest_epoch(self.root)
         except OSError as error:
             raise CheckpointError(f"{self.root} cannot be read: {error}") from error
-        if newest > self.epoch:
+        if newest > self.epoch or self.lost:
             self.lost = True
             raise FolderLostError(
                 f"--save {self.root} has another owner by now, because this run wrote no heartbeat for a while: "
@@ -304,6 +335,7 @@ class Owner:
         if not self.lost:
             with suppress(OSError):
                 _write_beat(self._lock, ENDED)
+                _end_uploads(self.root, self.epoch)
         self._lock.release()
 
     def _write_beats(self) -> None:
@@ -325,7 +357,10 @@ class Owner:
             if lock is not None:
                 self._lock.release()
                 self._lock = lock
-        _write_beat(self._lock, str(self._count))
+        try:
+            _write_beat(self._lock, str(self._count))
+        except ChangedError:  # a successor has overwritten the last one
+            self.lost = True
 
 
 def acquire_for_all_ranks(
@@ -349,7 +384,8 @@ def acquire_for_all_ranks(
 
     if world.rank == 0:
         try:
-            owner = acquire(save, Lease.of_this_process(), Watch(_print, pause=pause))
+            seconds = BEAT_SECONDS if at(save).local_path() else STORE_BEAT_SECONDS
+            owner = acquire(save, Lease.of_this_process(), Watch(_print, pause=pause), seconds)
             stranger = owner.followed is not None and owner.followed.process != owner.lease.process
             if stranger and (complaints := check()):
                 raise FolderOwnedError(" ".join(map(str, complaints)))

@@ -30,8 +30,9 @@ from megapar.config.start import check_save
 from megapar.core.comm import json_messages as messages
 from megapar.core.units import Json
 from megapar.errors import CheckpointError, CheckpointMismatchError, Complaint, FolderLostError, UnverifiedError
+from megapar.files.bucket import BucketStore
 from megapar.files.location import Location, at, same_place
-from megapar.launch_environment import job_id, launch_id, starts_before
+from megapar.launch_environment import ELASTIC, job_id, launch_id, starts_before
 from megapar.training.step.job import Job
 
 LogLine = Callable[[str], None]
@@ -41,11 +42,36 @@ def _unwritable(root: Location) -> str:
     """Return the reason why a folder is not writable, or "". Checked before hours of training."""
     probe = root / f".probe-{uuid.uuid4().hex[:12]}"
     try:
-        probe.write().finish(durable=False)
+        file = probe.write()
+        file.write(memoryview(PROBED))
+        file.finish(durable=False)
+        if probe.content() != PROBED:
+            return f"--save {root} does not return what is written there"
+        root.list()
         probe.remove()
         return ""
     except OSError as error:
         return f"--save {root} cannot be written: {error}"
+
+
+PROBED = b"megapar"
+PROMISE = "the store does not refuse a second writer: that no other run saves there is your promise"
+
+
+def _unguarded(root: Location) -> list[str]:
+    """Return a note if nothing prevents two owners of a folder. Raises CheckpointError if nodes may come back."""
+    assert isinstance(root.store, BucketStore), "a disk creates a name once"
+    try:
+        if root.store.excludes(root.path / f".probe-{uuid.uuid4().hex[:12]}"):
+            return []
+    except OSError as error:
+        raise CheckpointError(f"--save {root} cannot be written: {error}") from error
+    if os.environ.get(ELASTIC):
+        raise CheckpointError(
+            f"--save {root}: {PROMISE}, which an elastic job cannot keep: a lost node may still be writing. Pass "
+            "--nnodes N in place of MIN:MAX, or use a store with conditional writes (If-None-Match)"
+        )
+    return [f"WARNING: --save {root}: {PROMISE}"]
 
 
 @dataclass(frozen=True)
@@ -113,6 +139,8 @@ class Checkpoints:
         self._resumed_whole: tuple[Location, int] | None = None  # (folder, iteration), unless of the weights alone
         if options.save and (problem := self.agree(_unwritable(at(options.save)) if job.world.rank == 0 else "")):
             raise CheckpointError(problem)
+        if options.save and isinstance((root := at(options.save)).store, BucketStore):
+            self.notes += self.on_rank_0(lambda: _unguarded(root))
         self.owner = self._acquire(options.save, options.load) if options.save else None
         self.lineage = Lineage()
         self._other_lineages: set[str] = set()

@@ -8,6 +8,9 @@ root/
   iter_0000104.suspect/           it may contain corrupted numbers; set aside, never removed
   owner/                          see ownership/owner.py
 
+In an object store, which changes no names, files stay in the temporary folder, and iter_0000100 is an object that names
+it (``files.bucket``).
+
 An owner never takes an existing name or replaces a folder. If a successor has taken over without its knowledge, its
 writes only add folders, and readers use the successor's. Without an owner, as in a conversion, a checkpoint replaces an
 existing one of the same name.
@@ -15,7 +18,6 @@ existing one of the same name.
 
 from __future__ import annotations
 
-import re
 import uuid
 from collections.abc import Collection
 from contextlib import suppress
@@ -26,6 +28,7 @@ from megapar.checkpoints.format.names import (
     LAYOUT_FILE,
     OWNERS,
     folders_below,
+    is_of_owner,
     is_part,
     iteration_name,
     owners_latest,
@@ -36,8 +39,6 @@ from megapar.checkpoints.format.shards import write_bytes
 from megapar.checkpoints.ownership.owner import Owner
 from megapar.errors import CheckpointError
 from megapar.files.location import Location, Place, at
-
-_ASIDE = re.compile(r"(?:iter_[0-9]{7,18}(?:\.e[0-9]+)?|latest)\.tmp-[0-9a-f]{12}(?:-e([0-9]+))?(?:\.replaced)?")
 
 
 def iteration_folder(root: Place, iteration: int) -> Location:
@@ -243,8 +244,7 @@ def remove_left_over(folder: Location, owner: Owner | None = None) -> None:
         return
     for parent in (folder.parent, folder.parent / OWNERS):
         for name in parent.list():
-            match = _ASIDE.fullmatch(name)
-            if match is not None and int(match[1] or 0) < owner.epoch:
+            if is_of_owner(name, owner.epoch - 1):
                 (parent / name).remove()
 
 

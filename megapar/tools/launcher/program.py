@@ -20,6 +20,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from megapar.files.paths import near_path
+from megapar.launch_environment import ELASTIC
 from megapar.schema.flag import KINDS, SCRIPTS
 from megapar.tools.launcher.run_module import module_command
 
@@ -129,6 +130,7 @@ def main(argv: Sequence[str]) -> int:
         return 2
     if message and is_first_rank:
         print(f"megapar launch: {message}", file=sys.stderr, flush=True)
+    os.environ[ELASTIC] = "1"
     become(["-u", *program_and_flags])
     return 0
 
