@@ -32,6 +32,7 @@ from megapar.config.values import BadValue, convert, remote_paths
 from megapar.config.vocab_size import assumed_rows, derived_rows
 from megapar.core.grid import Grid
 from megapar.errors import Complaint, ConfigError
+from megapar.files.uri import is_stored
 from megapar.launch_environment import equal_nodes
 from megapar.rules.model import export_class
 from megapar.schema.flag import KINDS, SCRIPTS, Flag, normal
@@ -79,7 +80,8 @@ def parse(
     defaults = check_defaults(values, draft.origins)
     if (starting or validate_only) and not rules_only:
         with _path_errors_as_complaints(draft):
-            start += check_save(environ, values)
+            stored = is_stored(values.get("save") or "")  # at which one rank looks when the run has started
+            start += [] if stored else check_save(environ, values)
         start += () if planning else defaults.refused
     complaints = [*draft.complaints, *findings.refused, *([] if rules_only else findings.not_built), *files, *start]
     if complaints:

@@ -36,6 +36,7 @@ from megapar.data.corpus import Corpus
 from megapar.data.own_data import OwnData
 from megapar.data.sampling.skipping import effective, merged, parse_range, sample_at
 from megapar.data.tokenizers.load import store_tokenizer
+from megapar.files.location import Location
 from megapar.health.corruption.guards import Guards, make_guards
 from megapar.health.declaration import make_entry
 from megapar.health.hangs.stragglers import Stragglers
@@ -46,7 +47,7 @@ from megapar.health.stop.parent import end_with_launcher
 from megapar.launch_environment import job_id
 from megapar.planning.devices import check_memory, planned_memory
 from megapar.training.building import ampipe_degree as degree
-from megapar.training.building.corpus import make_corpus, make_loader, make_own_corpus, with_own_data
+from megapar.training.building.corpus import make_corpus, make_loader, make_own_corpus, with_fetched_data, with_own_data
 from megapar.training.building.parallelize import check_device, parallelize
 from megapar.training.building.parts import Parts
 from megapar.training.loop.callbacks import TrainerCallback, connect, make_callbacks, make_watchdog
@@ -148,6 +149,7 @@ def train(
     device = _prepare_device(config)
     watch.start()
     try:
+        config = with_fetched_data(config)
         corpus = make_corpus(config) if data is None else make_own_corpus(config, data)
         declared = make_entry(config, corpus, device)
         if rendezvous_url is None and (unknown := unknown_address()):
@@ -387,8 +389,8 @@ class Trainer:
                     closing.callback(callback.close)
         self._report_end(exported)
         folder = self.checkpoints.folder
-        checkpoint = None if folder is None else folder.local_path()
-        return Outcome(self.progress.iteration, tuple(self._records or ()), self._evaluation, checkpoint, exported)
+        paths = [None if place is None else place.local_path() for place in (folder, exported)]
+        return Outcome(self.progress.iteration, tuple(self._records or ()), self._evaluation, *paths)
 
     @property
     def _done(self) -> bool:
@@ -446,7 +448,7 @@ class Trainer:
             if self.local_saves is not None:
                 self.local_saves.join_save()
 
-    def _finish(self) -> Path | None:
+    def _finish(self) -> Location | None:
         """Save the last checkpoint and export the model. Returns the folder of the exported model, or None."""
         self._check(saved=True)
         self._order_experts()
@@ -617,7 +619,7 @@ class Trainer:
             read = sum(num_evaluated(self.config, samples) for samples in sets)
             self._message(messages.evaluation(means, read, sum(map(len, sets))))
 
-    def _report_end(self, exported: Path | None) -> None:
+    def _report_end(self, exported: Location | None) -> None:
         stop, folder = self.control.stop, self.checkpoints.folder
         source = self._ended_source
         for line in messages.farewell(self.config, self.progress.iteration, stop, folder, exported, source):

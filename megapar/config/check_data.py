@@ -31,7 +31,7 @@ from megapar.files.data_files import (
     refusal_of,
     text_of_line,
 )
-from megapar.files.paths import near_path
+from megapar.files.paths import is_url, near_path
 from megapar.files.regular_file import read_json
 from megapar.files.token_index import check_corpus
 
@@ -49,6 +49,7 @@ def check_data(values: Mapping[str, Any]) -> Iterator[Complaint]:
             yield from _dataset(str(values["hf_dataset"]), _field(values))
         return
     paths = {name: _items(values.get(name)) for name in ("data_path", "eval_data_path")}
+    paths = {name: [item for item in items if not is_url(item)] for name, items in paths.items()}
     for name, items in paths.items():
         for item in items:
             yield from _item(name, item, values)

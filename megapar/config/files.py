@@ -26,11 +26,13 @@ from megapar.config.draft import Draft
 from megapar.config.run import METRICS_OFF
 from megapar.config.vocab_size import MOCK, check_vocabulary
 from megapar.errors import Complaint
+from megapar.files.data_files import split_name
 from megapar.files.location import Location, at, same_place
-from megapar.files.paths import METRICS
+from megapar.files.paths import METRICS, is_url
 from megapar.files.regular_file import INDEX_BYTES, read_json
 from megapar.files.tensor_file import CONFIG_FILE, INDEX_FILE
 from megapar.files.tokenizer_files import FOLDER, TOKENIZER_FILES, foreign_tokenizer, stored_fingerprint
+from megapar.files.uri import MEMORY, is_stored, masked, wrong_uri
 from megapar.launch_environment import starts_before
 from megapar.schema.rule import either, spell
 
@@ -48,6 +50,7 @@ def check_files(values: Mapping[str, Any]) -> Iterator[Complaint]:
     """Yield complaints about paths; values that are missing or None are skipped."""
     yield from check_data(values)
     yield from check_model(values)
+    yield from check_stores(values)
     for name in ("tokenizer_model", "load", "phrase_file", "entity_file", "triples_file"):
         path = values.get(name)
         # A script that is queued repeatedly uses one folder for --load and --save, which its first run creates.
@@ -60,7 +63,7 @@ def check_files(values: Mapping[str, Any]) -> Iterator[Complaint]:
     if values.get("tokenizer_model"):
         no_tokenizer = list(_tokenizer(Path(values["tokenizer_model"])))
         yield from no_tokenizer or check_vocabulary(values)
-    if values.get("load"):
+    if values.get("load") and not is_stored(values["load"]):
         yield from _loaded(values)
     if values.get("load_hf"):
         yield from _published(Path(values["load_hf"]))
@@ -70,10 +73,24 @@ def check_files(values: Mapping[str, Any]) -> Iterator[Complaint]:
     if values.get("metrics_jsonl") not in (None, METRICS_OFF):
         yield from _metrics(Path(values["metrics_jsonl"]).absolute(), values.get("save"))
     yield from check_trackers(values)
-    if values.get("save_hf") and values.get("load_hf") and Path(values["save_hf"]) == Path(values["load_hf"]):
+    if values.get("save_hf") and values.get("load_hf") and at(values["save_hf"]) == at(values["load_hf"]):
         yield Complaint(
             "file", f"--save-hf {values['save_hf']} is also the folder of --load-hf.", "Pass a different folder."
         )
+
+
+def check_stores(values: Mapping[str, Any]) -> Iterator[Complaint]:
+    """Yield complaints about URIs, by their form and by packages alone: a run asks the store when it starts."""
+    for flag in FLAGS.values():
+        value = values.get(flag.name) if flag.store else None
+        words = value if isinstance(value, tuple) else (value or "",)
+        for uri in filter(is_url, (split_name(word)[1] for word in words) if flag.named else words):
+            problem, fix = wrong_uri(uri)
+            if problem:
+                yield Complaint("store", f"{flag.spelling} {masked(uri)} {problem}.", fix)
+            elif uri.startswith(f"{MEMORY}://") and values.get("world_size", 1) > 1:
+                message = f"{flag.spelling} {uri} is the memory of one process, and the run has {values['world_size']}."
+                yield Complaint("store", message, "Choose a store that all ranks reach.")
 
 
 def _metrics(path: Path, save: str | None) -> Iterator[Complaint]:
@@ -217,7 +234,9 @@ def apply_stored_tokenizer(draft: Draft) -> None:
         return
     restarted_from = draft.values.get("save") if starts_before(draft.environ) else None
     for root in (restarted_from, draft.values.get("load")):
-        if root and stored_fingerprint(at(root) / FOLDER) is not None and saved_iterations(root):
+        if not root or is_stored(root):
+            continue
+        if stored_fingerprint(at(root) / FOLDER) is not None and saved_iterations(root):
             draft.values["tokenizer_model"] = str(at(root) / FOLDER)
             draft.origins["tokenizer_model"] = "derived"
             return

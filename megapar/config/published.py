@@ -12,6 +12,7 @@ from megapar.config.values import BadValue, convert, shown
 from megapar.files.location import Place, at
 from megapar.files.regular_file import HEAD_BYTES, json_object, not_this
 from megapar.files.tensor_file import CONFIG_FILE
+from megapar.files.uri import is_stored
 from megapar.model.architectures import ARCHITECTURES, model_of_architecture
 from megapar.schema.flag import SCRIPTS
 from megapar.schema.published import Json, PublishedArchitecture
@@ -148,7 +149,7 @@ def has_tokenizer(folder: Place) -> bool:
 
 def published_folder(load_hf: str | None, load: str | None) -> str | None:
     """Return the Hugging Face folder of a run's model: --load-hf, or the one inside a converted checkpoint's folder."""
-    if load_hf or not load:
+    if load_hf or not load or is_stored(load):  # of a store, a start reads nothing but the checkpoint
         return load_hf
     beside = at(load) / BESIDE
     return str(beside) if (beside / CONFIG_FILE).is_file() else None

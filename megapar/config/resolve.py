@@ -8,6 +8,7 @@ from pathlib import PurePath
 from typing import Any
 
 from megapar.files.paths import METRICS
+from megapar.files.uri import is_stored
 from megapar.model.attention.latent import cheaper_exchange
 from megapar.model.decoder.sizes import DENSE_BLOCK, LAYER_BLOCK
 from megapar.model.rope_scaling import LLAMA3
@@ -100,7 +101,7 @@ def _strategy(given: frozenset[str], anchors: tuple[str, ...]) -> str | None:
 
 
 def _metrics(save: str | None) -> str | None:
-    return str(PurePath(save) / METRICS) if save else None
+    return str(PurePath(save) / METRICS) if save and not is_stored(save) else None
 
 
 DERIVATIONS: tuple[Derivation, ...] = (

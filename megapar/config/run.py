@@ -20,11 +20,12 @@ class DataOptions:
     data_path: tuple[str, ...] = flag(
         ("builtin",),
         "training data: text, JSONL or parquet files (also .gz, .zst), folders of them, prefixes of .bin/.idx files, "
-        "or weights and paths in turn, each path perhaps with a name (NAME=PATH); builtin: Python's documentation; "
-        "mock: random tokens",
+        "URIs of them (s3://, gs://), or weights and paths in turn, each path perhaps with a name (NAME=PATH); builtin: "
+        "Python's documentation; mock: random tokens",
         aliases=("train-data-path", "sources", Alias("mock-data", ("mock",))),
         path=True,
         named=True,
+        store=True,
     )
     eval_data_path: tuple[str, ...] = flag(
         (),
@@ -33,6 +34,7 @@ class DataOptions:
         aliases=("valid-data-path",),
         path=True,
         named=True,
+        store=True,
     )
     data_phases: str | None = flag(
         None,
@@ -126,14 +128,14 @@ class CheckpointOptions:
     """Saving and loading of checkpoints."""
 
     role: ClassVar[roles.Role] = roles.SAVES
-    save: str | None = flag(None, "folder in which checkpoints are saved", path=True)
-    load: str | None = flag(None, "folder of checkpoints to continue from; the layout of ranks may differ", path=True)
+    save: str | None = flag(None, "folder or URI (s3://, gs://) in which checkpoints are saved", path=True, store=True)
+    load: str | None = flag(None, "folder or URI of checkpoints to continue from, on any layout", path=True, store=True)
     save_interval: int = flag(0, "steps between checkpoints; 0: only at the end", unit="steps", low=0)
     ckpt_step: int | None = flag(None, "load the checkpoint of this step instead of the latest", unit="step", low=0)
     finetune: bool = flag(False, "load only the weights; reset step, optimizer, random and data state")
     no_load_optim: bool = flag(False, "do not load the optimizer state")
     no_load_rng: bool = flag(False, "do not load the random state")
-    save_hf: str | None = flag(None, "folder for the trained model in Hugging Face format", path=True)
+    save_hf: str | None = flag(None, "folder or URI for the trained model in Hugging Face form", path=True, store=True)
     load_hf: str | None = flag(None, "folder of a Hugging Face model to start from", path=True)
     save_interval_minutes: float = flag(0.0, "minutes between checkpoints; 0: off", unit="minutes", low=0, other=1e-6)
     async_save: bool = flag(
@@ -262,7 +264,7 @@ class LoggingOptions:
         "metrics file, one JSON object per step; off: none",
         path=True,
         per_node=True,
-        derived="metrics.jsonl in the folder of --save, if there is one",
+        derived="metrics.jsonl in the folder of --save, if there is one on a disk",
     )
     wandb_project: str | None = flag(None, "Weights & Biases: log to this project")
     wandb_exp_name: str | None = flag(None, "Weights & Biases: name of the run")

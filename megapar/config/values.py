@@ -13,6 +13,7 @@ from typing import Any
 from megapar.config.hints import near_choice, plain_number
 from megapar.files.data_files import split_name
 from megapar.files.paths import is_url
+from megapar.files.uri import DISK, masked
 from megapar.schema.flag import Flag
 from megapar.schema.legal_values import MAX_INT
 from megapar.schema.phase_plan import NAME
@@ -222,19 +223,17 @@ def _expand(path: str, environ: Mapping[str, str]) -> str:
         raise BadValue("undefined-variable", f"{path}: ${missing[0]} is not set in the environment.", fix)
     if missing:
         return path
-    path = _VARIABLE.sub(lambda match: known[match[1] or match[2]], path)
+    path = _VARIABLE.sub(lambda match: known[match[1] or match[2]], path).removeprefix(DISK)
     if (path == "~" or path.startswith("~/")) and "HOME" in known:
         return known["HOME"] + path[1:]
     return os.path.expanduser(path)
 
 
 def remote_paths(flags: Mapping[str, Flag], values: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the flags whose paths are URLs, each with the first of them. Names of datasets may be anything."""
+    """Return the flags with a URL that take none, each with the first of them. Names of datasets may be anything."""
     urls = []
     for name, flag in flags.items():
-        value = values.get(name) if flag.path and name != "hf_dataset" else None
+        value = values.get(name) if flag.path and not flag.store and name != "hf_dataset" else None
         paths = value if isinstance(value, tuple) else (value,)
-        if flag.named:
-            paths = tuple(split_name(path)[1] for path in paths if path)
-        urls += [f"{flag.spelling} {path}" for path in paths if isinstance(path, str) and is_url(path)][:1]
+        urls += [f"{flag.spelling} {masked(path)}" for path in paths if isinstance(path, str) and is_url(path)][:1]
     return tuple(urls)

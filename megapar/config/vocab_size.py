@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from megapar.checkpoints.format.names import stored_facts
 from megapar.errors import Complaint
 from megapar.files.tokenizer_files import TRAINED_SIZE, BadTokenizer, Vocabulary, too_large, vocabulary_of
+from megapar.files.uri import is_stored
 
 MOCK = ("mock",)
 
@@ -90,6 +91,8 @@ def check_vocabulary(values: Mapping[str, Any]) -> Iterator[Complaint]:
 
 
 def _stored(values: Mapping[str, Any]) -> int | None:
+    if is_stored(values["load"]):
+        return None
     stored = stored_facts(values["load"], values.get("ckpt_step"))
     size = stored[1].get("vocab_size") if stored is not None else None
     return size if isinstance(size, int) else None

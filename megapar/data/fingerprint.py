@@ -25,6 +25,7 @@ from megapar.errors import DataError, listed
 from megapar.files.data_files import FIELD, bare_name
 from megapar.files.manifest import sha256_of
 from megapar.files.regular_file import read_regular_text
+from megapar.files.uri import is_stored
 
 BLOCKS = 64  # blocks of a file of tokens that are hashed
 BLOCK_BYTES = 1 << 20
@@ -80,6 +81,8 @@ def fingerprints_of(paths: Sequence[str], field: str = FIELD, *, may_read: bool 
 
 def _of_group(group: Group, field: str, may_read: bool) -> Fingerprint:
     names = listed(group.paths, _NAMES)
+    if any(map(is_stored, group.paths)):  # known when a run has copied it
+        return Fingerprint(names, None, group.weight, BY_TEXT)
     by_text = not group.indexed or hashes_path(group.paths[0]).exists()
     cut = BY_TEXT if by_text else BY_POSITION
     try:

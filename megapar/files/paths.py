@@ -18,8 +18,8 @@ METRICS = "metrics.jsonl"
 EXPERTS = ".experts.jsonl"
 """Replaces the suffix of the metrics file for the experts' load."""
 
-REMOTE = "paths are those of mounted file systems, and object stores are not built"
-MOUNT = "Mount the store as a file system, or write to a disk and copy afterwards (docs/launch.md#disks)."
+REMOTE = "only checkpoints, exports and data lie in object stores; other paths are those of mounted file systems"
+MOUNT = "Mount the store as a file system, or write to a disk and copy afterwards (docs/launch.md#object-stores)."
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _MOST_NAMES = 2000  # of a folder that are compared with a missing name
 _MOST_LETTERS = 200  # with a suffix of its user, still a legal file name

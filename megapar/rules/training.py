@@ -397,8 +397,8 @@ RULES: tuple[Rule, ...] = (
         message=REMOTE,
         fix=MOUNT,
         source="launch",
-        passing="--save runs/a",
-        failing="--save s3://bucket/a",
+        passing="--tensorboard-dir runs/a",
+        failing="--tensorboard-dir s3://bucket/a",
     ),
     Rule(
         id="section-timeouts-form",

@@ -64,6 +64,7 @@ class Flag:
         meta: Controls how to run, not what to run, and is not allowed in YAML files.
         path: Names files or folders, in which ~ and $NAME are expanded. The nodes of a run must agree whether it is
             given, but may give different names.
+        store: Its paths may also be URIs of object stores.
         each: Takes one value, and may be repeated to add more.
         per_node: May differ between the nodes of a run.
         derived: Description of the value that replaces None.
@@ -94,6 +95,7 @@ class Flag:
     models: tuple[str, ...] = KINDS
     meta: bool = False
     path: bool = False
+    store: bool = False
     each: bool = False
     per_node: bool = False
     derived: str = ""

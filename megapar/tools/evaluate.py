@@ -14,7 +14,6 @@ import os
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from megapar.arguments import FLAGS, Config, parse_or_exit, resolved_values
@@ -32,6 +31,8 @@ from megapar.config.report import refusal
 from megapar.data.corpus import DEFAULT_SPLIT
 from megapar.data.tokenizers.ids import known_facts, same_ids
 from megapar.errors import CheckpointError, Complaint, ConfigError, DataError, MegaparError
+from megapar.files.location import Location, at
+from megapar.files.uri import refuse_wrong
 from megapar.model.spec import STORED
 from megapar.planning.variation import command_line
 from megapar.schema.rule import either
@@ -66,7 +67,7 @@ def make_parser() -> ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("checkpoint", type=Path, metavar="CHECKPOINT", help="folder of --save, for its latest checkpoint, or one in it")
+    add("checkpoint", metavar="CHECKPOINT", help="folder or URI of --save, for its latest checkpoint, or one in it")
     add("--data-path", nargs="+", metavar="PATH", help="the text of the run, whose held-out share is evaluated")
     add("--eval-data-path", nargs="+", metavar="PATH", help="other text, all of which is held out")
     add("--tokenizer-model", metavar="PATH", help="the tokenizer of the run, if none is stored with the checkpoint")
@@ -107,10 +108,12 @@ def trainer_line(argv: Sequence[str]) -> tuple[str, ...]:
     return (spec.kind, *recorded, *load, *_data(identity, options, rest), *tokenizer, *NO_TRAINING, *rest)
 
 
-def _place(path: Path) -> tuple[Path, int | None]:
-    """Return the folder of checkpoints, and the iteration if ``path`` is one of them. Raises CheckpointError."""
+def _place(place: str) -> tuple[Location, int | None]:
+    """Return the folder of checkpoints, and the iteration if ``place`` is one. Raises CheckpointError, ConfigError."""
+    refuse_wrong(place)
+    path = at(place)
     name = parse_checkpoint_name(path.name)
-    if name is None or not (path / LAYOUT_FILE).exists():
+    if name is None or not (path / LAYOUT_FILE).is_file():
         return path, None
     if newest_name(path.parent, name[0]) != path.name:
         newest = path.parent / newest_name(path.parent, name[0])

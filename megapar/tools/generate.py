@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from megapar.config.config import FLAGS
 from megapar.errors import CheckpointError, MegaparError
+from megapar.files.uri import refuse_wrong
 from megapar.tools.parser import Parser, count, whole
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ def make_parser() -> ArgumentParser:
         epilog="Exit status: 0 done, 2 refused, 1 anything else.",
     )
     add = parser.add_argument
-    add("checkpoint", type=Path, metavar="CHECKPOINT", help="folder of --save, for its latest checkpoint, or one in it")
+    add("checkpoint", metavar="CHECKPOINT", help="folder or URI of --save, for its latest checkpoint, or one in it")
     add("--prompt", action="append", required=True, metavar="TEXT", help="the text to continue; may be repeated")
     add("--max-new-tokens", type=count, default=64, metavar="N", help="maximum length of a continuation (default: 64)")
     add("--temperature", type=_from_zero, default=0.7, metavar="T", help="0: the likeliest token (default: 0.7)")
@@ -85,6 +86,7 @@ def generate(options: Namespace) -> list[str]:
     from megapar.data.tokenizers.load import load_tokenizer
     from megapar.training.step.dtypes import DTYPES
 
+    refuse_wrong(options.checkpoint)
     device = pick(options.device).torch_device
     own = load_tokenizer(options.tokenizer_model) if options.tokenizer_model else None
     transformers.logging.set_verbosity_error()

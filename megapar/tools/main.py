@@ -37,7 +37,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
 )
 """Each command's module in this package, whose ``main`` runs it, and its description."""
 
-_ON_PATHS = ("convert", "data", "report")  # whose arguments are paths, never URLs
+_ON_PATHS = ("data", "report")  # whose arguments are paths, never URLs
 
 
 def usage() -> str:

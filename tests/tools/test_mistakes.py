@@ -15,6 +15,7 @@ from megapar.arguments import FLAGS, parse, parse_or_exit
 from megapar.config.hints import ELSEWHERE
 from megapar.config.read import normal, spellings
 from megapar.errors import ConfigError
+from megapar.files import bucket, uri
 from megapar.files.paths import near_path
 from megapar.machine import memory_bytes
 from megapar.tools.launcher.launch import _validate
@@ -360,22 +361,20 @@ def test_python_code_in_a_task_of_an_unknown_launcher_decides_itself(
     assert checked is not None
 
 
-REMOTE = "paths are those of mounted file systems, and object stores are not built"
+ON_DISKS = [flag.spelling for flag in FLAGS.values() if flag.path and not flag.store and flag.name != "hf_dataset"]
+REMOTE = "only checkpoints, exports and data lie in object stores; other paths are those of mounted file systems"
 
 
 @pytest.mark.parametrize(
     "flags",
     [
-        *([flag.spelling, "s3://bucket/x"] for flag in FLAGS.values() if flag.path and flag.name != "hf_dataset"),
-        ["--data-path", "1", "corpus.jsonl", "2", "gs://b/c.jsonl"],
-        ["--save=hf://org/x"],
-        ["--save", "file:///x"],
-        ["--save", "$BUCKET/x"],
+        *([name, "s3://bucket/x"] for name in ON_DISKS),
+        ["--tensorboard-dir", "$BUCKET/x"],
         ["--config", "bucket.yaml"],
     ],
 )
 def test_paths_in_object_stores_are_refused_in_one_sentence(flags: list[str]) -> None:
-    Path("bucket.yaml").write_text("save: s3://bucket/x\n")
+    Path("bucket.yaml").write_text("tensorboard_dir: s3://bucket/x\n")
     ernie = [flag.spelling for flag in FLAGS.values() if flag.models == ("ernie",)]
     kind = "ernie" if flags[0] in ernie else "moe"
     with pytest.raises(ConfigError) as refused:
@@ -389,7 +388,7 @@ def test_paths_in_object_stores_are_refused_in_one_sentence(flags: list[str]) ->
 @pytest.mark.parametrize(
     "words",
     [
-        ["convert", "megapar-to-hf", "run/checkpoints", "s3://bucket/x"],
+        ["convert", "hf-to-megapar", "s3://bucket/x", "run/checkpoints"],
         ["data", "prepare", "--input", "corpus.jsonl", "--tokenizer-model", "t.model", "--output=s3://bucket/x"],
         ["report", "kept/checkpoints", "--output", "gs://bucket/x.html"],
         ["launch", "--log-dir", "s3://bucket/logs", "pretrain_moe.py"],
@@ -400,6 +399,45 @@ def test_commands_write_nothing_to_object_stores(words: list[str], capsys: pytes
     assert status_of(words) == 2
     assert REMOTE in capsys.readouterr().err
     assert sorted(Path.cwd().iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("flags", "part"),
+    [
+        (["--save=hf://org/x"], "--save hf://org/x is of no store"),
+        (["--load", "s3://b//x"], "--load s3://b//x is not s3://BUCKET/NAME"),
+        (["--save-hf", "s3://me:secret@b/x"], "--save-hf s3://***@b/x contains a user or a password"),
+        (["--save", "gs://b/x"], 'Install it with: pip install "megapar[gcs]"'),
+        (["--save", "memory://x", "--world-size", "2", "--validate-only"], "is the memory of one process"),
+        (["--save", "memory://x"], ""),
+        (["--data-path", "1", "corpus.jsonl", "2", "gs://b/c.jsonl"], "--data-path gs://b/c.jsonl needs the package"),
+    ],
+)
+def test_stores_are_looked_at_by_their_form(flags: list[str], part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uri, "find_spec", lambda name: None if name == "gcsfs" else object())
+    monkeypatch.setattr(bucket, "objects_of", lambda scheme: pytest.fail("the store is asked"))
+    try:
+        parse("moe", ["--data-path", "mock", *flags], {}, starting=True)
+        said = ""
+    except ConfigError as refused:
+        said = str([str(one) for one in refused.complaints if one.rule == "store"])
+    assert part in said
+    assert bool(part) is bool(said)
+    assert "secret" not in said
+
+
+def test_a_file_uri_is_its_path() -> None:
+    here = Path.cwd()
+    config = parse(
+        "moe", ["--data-path", "mock", "--save", f"file://{here}/x", "--tensorboard-dir", f"file://{here}/b"]
+    )
+    assert (config.checkpoint.save, config.logging.tensorboard_dir) == (f"{here}/x", f"{here}/b")
+    assert config.logging.metrics_file == f"{here}/x/metrics.jsonl"
+
+
+def test_a_run_that_saves_into_a_store_has_no_metrics_there() -> None:
+    config = parse("moe", ["--data-path", "mock", "--save", "memory://x/y"], {})
+    assert config.logging.metrics_file is None
 
 
 def test_names_that_are_urls_are_taken() -> None:

@@ -41,7 +41,7 @@ UNDROPPED = (
 )
 
 
-def export(config: Config, job: Job, tokenizer: Tokenizer | None) -> Path | None:
+def export(config: Config, job: Job, tokenizer: Tokenizer | None) -> Location | None:
     """Write weights, configuration and tokenizer to ``--save-hf`` in the format of ``transformers``.
 
     Settings of the published folder that the run started from remain unless the run changed them. Rank 0 holds one
@@ -49,7 +49,7 @@ def export(config: Config, job: Job, tokenizer: Tokenizer | None) -> Path | None
     """
     if not config.checkpoint.save_hf:
         return None
-    folder = Path(config.checkpoint.save_hf)
+    folder = at(config.checkpoint.save_hf)
     started_from = published_folder(config.checkpoint.load_hf, config.checkpoint.load)
     published = read_config(started_from) if started_from else {}
     architecture = trained_architecture(started_from) if started_from else None

@@ -164,9 +164,19 @@ def _write_beside(
 
 
 def written_aside(out: Location, write: Callable[[Location], Converted]) -> Converted:
-    """Call ``write`` with a temporary folder, and give it the name ``out`` when it is complete."""
+    """Call ``write`` with a temporary folder, and give it the name ``out`` when it is complete.
+
+    In a store that is not a disk, ``out`` is written itself: each of its files appears complete, and what makes the
+    folder a model or a checkpoint (config.json, layout.json) appears after the weights.
+    """
     if out.is_file() or out.list():
         raise CheckpointError(f"{out} already exists; choose a new folder")
+    if out.local_path() is None:
+        try:
+            return write(out)
+        except BaseException:
+            out.remove()
+            raise
     out = out.resolve()  # "." has no name
     aside = out.with_name(f".{out.name}.unfinished-{os.getpid()}")
     aside.remove()

@@ -19,8 +19,8 @@ def written_aside(folder: Place, replaced: Callable[[str], bool], last: str) -> 
 
     The two folders are exchanged, so that ``folder`` has the old or the new content at every moment. Files are moved
     one by one, ``last`` at the end, into a folder that cannot be exchanged: one that contains folders, the working
-    directory or a parent of it, a mount point, one whose parent is not writable, or one that is not on a disk. On
-    failure ``folder`` is unchanged.
+    directory or a parent of it, a mount point, or one whose parent is not writable. On failure ``folder`` is unchanged.
+    In a store that is not a disk, it is without ``last`` while files are replaced, and after a failure.
 
     Args:
         replaced: Returns True for names of old files that are removed if no new file has the name; others are kept.
@@ -80,11 +80,11 @@ def _link(old: Path, new: Path) -> None:
 
 
 def _copied(made: Path, folder: Location, replaced: Callable[[str], bool], last: str) -> None:
-    """Write the files to a store that is not a disk, each in one step, and remove old ones."""
+    """Write the files to a store that is not a disk, each in one step, and remove old ones, ``last`` first."""
     names = {path.name for path in made.iterdir()}
+    (folder / last).remove()
     for name in sorted(names, key=lambda name: (name == last, name)):
-        copy(made / name, folder / f".{name}.unfinished")
-        (folder / f".{name}.unfinished").publish(folder / name, replace=True)
+        copy(made / name, folder / name)
     for name in folder.list():
         if replaced(name) and name not in names:
             (folder / name).remove()

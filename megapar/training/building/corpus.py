@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from math import gcd
@@ -14,15 +15,26 @@ from megapar.core.context_parallel.positions import SequenceLayout, choose_layou
 from megapar.data import corpus
 from megapar.data.batches import Collate, Loader, pinned
 from megapar.data.corpus import Corpus
+from megapar.data.fetched import fetched
 from megapar.data.own_data import CheckedPieces, OwnData
 from megapar.data.reduced_batch import context_parallel_collate, unpadded_collate
 from megapar.data.sample_maker import Packing
 from megapar.data.sampling.skipping import Range, Skipping
 from megapar.data.tasks.build import TaskData
 from megapar.data.text.source import PYTHON
+from megapar.data.tokenizers.load import fetched_tokenizer
 from megapar.errors import Complaint, ConfigError
+from megapar.files.uri import is_stored
+from megapar.launch_environment import starts_before
 from megapar.training.building.ampipe_degree import make_slicing
 from megapar.training.building.attention_backend import skips_padding
+
+
+def with_fetched_data(config: Config) -> Config:
+    """Return the configuration with copies, in this node's cache, of the data in object stores. Raises DataError."""
+    data = config.data
+    data = replace(data, data_path=fetched(data.data_path), eval_data_path=fetched(data.eval_data_path))
+    return config if data == config.data else replace(config, data=data)
 
 
 def make_corpus(config: Config) -> Corpus:
@@ -33,7 +45,7 @@ def make_corpus(config: Config) -> Corpus:
         data_path=data.data_path,
         eval_data_path=data.eval_data_path or (None if config.training.eval_interval else ()),
         split=data.split,
-        tokenizer_model=data.tokenizer_model,
+        tokenizer_model=data.tokenizer_model or _stored_tokenizer(config),
         vocab_size=config.model.vocab_size,
         seq_length=config.model.seq_length,
         seed=config.training.seed,
@@ -44,6 +56,18 @@ def make_corpus(config: Config) -> Corpus:
         tasks=_task_data(config),
         text_field=data.text_field,
     )
+
+
+def _stored_tokenizer(config: Config) -> str | None:
+    """Return the tokenizer next to the checkpoints in an object store, from which only a start of ranks reads.
+
+    Of those on a disk, the configuration names it (``apply_stored_tokenizer``).
+    """
+    checkpoint = config.checkpoint
+    for root in (checkpoint.save if starts_before(os.environ) else None, checkpoint.load):
+        if root and is_stored(root) and (found := fetched_tokenizer(root)) is not None:
+            return str(found)
+    return None
 
 
 def _task_data(config: Config) -> TaskData | None:

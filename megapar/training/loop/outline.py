@@ -11,6 +11,7 @@ from megapar.checkpoints.ownership.identity import another_run, match_folder, ma
 from megapar.config.published import architecture_of, read_config
 from megapar.core.units import MEGABYTE, billions
 from megapar.errors import CheckpointError, Complaint, ConfigError
+from megapar.files.uri import is_stored
 from megapar.model.facts import differences
 from megapar.model.published_tensors import PublishedTensors
 from megapar.model.sizes import ModelSizes
@@ -59,6 +60,8 @@ def _check_saved(config: Config, sizes: ModelSizes) -> str:
     saved = config.checkpoint
     if saved.load is None or config.runtime.rules_only:
         return ""
+    if is_stored(saved.load):
+        return f"--load {saved.load} is compared when the run starts: nothing is read from a store here\n"
     if (stored := stored_facts(saved.load, saved.ckpt_step)) is None:
         return ""
     folder, facts = stored

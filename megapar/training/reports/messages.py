@@ -13,7 +13,7 @@ from megapar.arguments import Config
 from megapar.core.device.base import Device
 from megapar.core.units import GIBIBYTE
 from megapar.errors import TrainingError
-from megapar.files.location import Location
+from megapar.files.location import Location, at
 from megapar.training.step.progress import Progress
 
 
@@ -90,7 +90,7 @@ def out_of_memory(config: Config, device: Device, error: torch.OutOfMemoryError,
             f"reserved but unused: {_gib(pressure.held_bytes)}, allocation retries: {pressure.retries}"
         )
     lines.append(planned)
-    snapshot = Path(config.checkpoint.save or ".") / f"out-of-memory-rank{rank}.pickle"
+    snapshot = (at(config.checkpoint.save or ".").local_path() or Path(".")) / f"out-of-memory-rank{rank}.pickle"
     if device.save_memory_snapshot(snapshot):
         lines.append(f"snapshot for pytorch.org/memory_viz: {snapshot}")
     lines.append(

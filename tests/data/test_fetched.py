@@ -1,0 +1,50 @@
+"""Data in object stores: copied once for each content, and refused where it does not fit."""
+
+from __future__ import annotations
+
+import logging
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+
+from megapar.data import fetched as module
+from megapar.data.fetched import fetched
+from megapar.errors import DataError
+from megapar.files.location import Location
+from tests.support.stores import put
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a cache of this test's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def test_objects_prefixes_and_folders_are_copied_once(bucket: Location, caplog: pytest.LogCaptureFixture) -> None:
+    put(bucket / "a.jsonl", b"one")
+    put(bucket / "tokens.bin", b"two")
+    put(bucket / "tokens.idx", b"three")
+    put(bucket / "texts" / "b.txt", b"four")
+    put(bucket / "texts" / "deeper" / "c.txt", b"five")
+    items = ("0.5", f"{bucket}/a.jsonl", "0.3", f"{bucket}/tokens", "0.2", f"{bucket}/texts")
+    with caplog.at_level(logging.WARNING):
+        _, one, weight, prefix, _, folder = fetched(items)
+        assert fetched(items) == fetched(items)
+    assert weight == "0.3"
+    assert Path(one).read_bytes() == b"one"
+    assert [Path(f"{prefix}{suffix}").read_bytes() for suffix in (".bin", ".idx")] == [b"two", b"three"]
+    assert [path.name for path in Path(folder).iterdir()] == ["b.txt"]
+    assert [record.getMessage().count("are copied into the cache") for record in caplog.records] == [1, 1, 1]
+    put(bucket / "a.jsonl", b"new")
+    assert Path(fetched(items)[1]).read_bytes() == b"new"
+    assert Path(one).read_bytes() == b"one"
+
+
+def test_what_is_missing_or_does_not_fit_is_refused(bucket: Location, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(DataError, match="there is no such object"):
+        fetched([f"{bucket}/a.jsonl"])
+    put(bucket / "a.jsonl", b"one")
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda path: namedtuple("Usage", "free")(2))
+    with pytest.raises(DataError, match=r"1 objects of 0\.000 GiB do not fit into the cache"):
+        fetched([f"{bucket}/a.jsonl"])
