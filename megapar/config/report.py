@@ -10,6 +10,7 @@ from typing import Any
 from megapar.config.config import FLAGS, GROUPS, Config
 from megapar.core.grid import DENSE_AXES, EXPERT_AXES, Grid
 from megapar.errors import Complaint
+from megapar.files.uri import masked
 from megapar.schema.flag import SCRIPTS, Flag
 
 WIDTH = 100
@@ -39,17 +40,17 @@ def default_text(flag: Flag, kind: str) -> str:
 
 
 def written(value: Any, flag: Flag | None = None) -> str:
-    """Return a value as it is written on a command line or in a file."""
+    """Return a value as it is written on a command line or in a file, without the secrets of URIs."""
     if isinstance(value, bool):
         return "on" if value else "off"
     if isinstance(value, tuple):
-        return ("," if flag is not None and flag.comma else " ").join(str(item) for item in value) or "none"
+        return ("," if flag is not None and flag.comma else " ").join(masked(str(item)) for item in value) or "none"
     if value is None:
         return "none"
     for word, number in flag.words.items() if flag is not None else ():
         if value == number:
             return word
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return f"{value:g}" if isinstance(value, float) else masked(str(value))
 
 
 def describe(flag: Flag, kind: str) -> str:

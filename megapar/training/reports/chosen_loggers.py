@@ -8,6 +8,7 @@ from typing import Any
 
 from megapar.arguments import FLAGS, Config
 from megapar.config.run import LoggingOptions
+from megapar.files.uri import without_secrets
 from megapar.training.reports.file_loggers import JsonLinesLogger, TensorBoardLogger
 from megapar.training.reports.guarded_logger import GuardedLogger, RetriedLogger
 from megapar.training.reports.logger import Logger
@@ -57,9 +58,9 @@ def _trackers(logging: LoggingOptions) -> Iterator[tuple[str, Logger]]:
 
 
 def hyper_parameters(config: Config) -> dict[str, Any]:
-    """Return the trainer and the value of each of its flags, with lists for tuples."""
+    """Return the trainer and the value of each of its flags, with lists for tuples, and without secrets of URIs."""
     flags: dict[str, Any] = {"kind": config.kind}
     for name, value in config.values().items():
         if config.kind in FLAGS[name].models and not FLAGS[name].meta:
-            flags[name] = list(value) if isinstance(value, tuple) else value
+            flags[name] = without_secrets(value)
     return flags

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from megapar.files.uri import masked
 from megapar.training.reports.logger import Logger
 from megapar.training.reports.record import Record
 
@@ -107,7 +108,8 @@ class GuardedLogger(Logger):
         except Exception as error:  # training must not depend on a log
             self._failures += 1
             if self._failures == 1:
-                self.log_line(f"WARNING: {self.name}: {type(error).__name__}: {error}. Training continues")
+                text = masked(f"{type(error).__name__}: {error}")
+                self.log_line(f"WARNING: {self.name}: {text}. Training continues")
 
 
 @dataclass(eq=False)

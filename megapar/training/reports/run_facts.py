@@ -17,6 +17,7 @@ from megapar.arguments import FLAGS, Config
 from megapar.core.comm.world import World
 from megapar.files.disk import write_file
 from megapar.files.regular_file import read_json
+from megapar.files.uri import without_secrets
 
 NAME = "run.json"
 SHOWN_ENVIRONMENT = (
@@ -67,7 +68,7 @@ def _configuration(config: Config) -> dict[str, dict[str, Any]]:
     values = config.values()
     return {
         flag.name: {
-            "value": values[flag.name],
+            "value": without_secrets(values[flag.name]),
             "origin": config.origins.get(flag.name, "default"),
             "group": flag.group,
             "flag": flag.spelling,

@@ -11,11 +11,16 @@ from typing import Any
 import pytest
 
 from megapar.arguments import parse
+from megapar.config.report import effective
+from megapar.core.comm.world import World
+from megapar.core.device.base import Device
 from megapar.errors import FolderLostError
 from megapar.trainer import train
+from megapar.training.reports import opening
 from megapar.training.reports.chosen_loggers import hyper_parameters, make_loggers
 from megapar.training.reports.logger import Logger
 from megapar.training.reports.record import Record
+from megapar.training.reports.run_facts import write_facts
 from tests.support.here import BASE, run_here
 from tests.support.ranks import run_ranks
 from tests.support.training import COMMON, SMALL, last_wins
@@ -103,3 +108,15 @@ def test_hyper_parameters_are_all_flags_of_the_trainer_as_json() -> None:
     assert values["data_path"] == ["mock"]
     assert "mlm_probability" not in values
     assert json.loads(json.dumps(values)) == values
+
+
+def test_secrets_of_uris_are_in_no_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megapar.config.files.find_spec", lambda name: object())
+    flags = ["--data-path", "mock", "--mlflow-experiment", "x", "--mlflow-tracking-uri", "http://me:secret@host/a"]
+    config = parse("moe", flags, {})
+    assert config.logging.mlflow_tracking_uri == "http://me:secret@host/a"
+    write_facts(tmp_path, config, World.pretend(config.grid, Device(), 0), 1.0, "flag", 1, 0)
+    said = [effective(config), str(hyper_parameters(config)), (tmp_path / "run.json").read_text()]
+    said += list(opening._flags(config))
+    assert "http://***@host/a" in said[0]
+    assert [text for text in said if "secret" in text] == []
