@@ -22,7 +22,7 @@ from megapar.checkpoints.format.names import LAYOUT_FILE
 from megapar.checkpoints.save_load import collective_io, folder, storage
 from megapar.core.device.base import Device
 from megapar.errors import DataError
-from megapar.files import disk
+from megapar.files import disk, objects
 from megapar.trainer import Trainer, main
 from tests.faults import wrong_numbers
 from tests.faults.blows import (
@@ -123,6 +123,11 @@ def watch_steps() -> None:
 
 if __name__ == "__main__":
     watch_steps()
+    if os.environ.get("MEGAPAR_TEST_IMPATIENT"):  # of what a store does not answer
+        objects.PAUSE_SECONDS, objects.STALL_SECONDS = 0.01, 2.0
+    if ahead := float(os.environ.get("MEGAPAR_TEST_CLOCK", "0")):
+        right = time.time
+        time.time = lambda: right() + ahead
     if SPEC["harm"] == "found late":
         by_interval_only()
     here = int(os.environ.get("LOCAL_RANK", "0")) if SPEC["kind"] == "kill node" else RANK
