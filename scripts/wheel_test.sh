@@ -26,6 +26,7 @@ rm -rf "$work/source"
 PATH="$work/venv/bin:$PATH"
 cd "$work/empty"
 
+refused() { if "$@" > "$work/output" 2>&1; then cat "$work/output"; echo "wheel: accepted: $*"; exit 1; fi; }
 step() { echo "wheel: ${*%%$'\n'*}"; "$@" > "$work/output" 2>&1 || { cat "$work/output"; echo "wheel: failed: $*"; exit 1; }; }
 says() { grep -q -- "$1" "$work/output" || { cat "$work/output"; echo "wheel: nothing says: $1"; exit 1; }; }
 
@@ -40,6 +41,14 @@ step megapar plan --config mixtral-8x7b
 says 'MFU'
 step megapar pretrain ernie --config sharding-32 --validate-only --data-path mock
 says 'sharding 32'
+store=(pretrain moe --config tiny --data-path mock --validate-only --save)
+refused megapar "${store[@]}" gs://bucket/run  # .venv has the extra s3, and not gcs
+says 'pip install "megapar\[gcs\]"'
+step python -c "
+import sys
+from megapar.arguments import parse
+parse('moe', '--config tiny --data-path mock --validate-only --save s3://bucket/run'.split(), {})
+assert not {'fsspec', 's3fs'} & set(sys.modules), 'a form is checked without them'"
 step python -c "
 import json
 words = 'a rank holds a part of every layer and sends the rest of its rows to the others in turn'.split()

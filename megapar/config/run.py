@@ -20,8 +20,8 @@ class DataOptions:
     data_path: tuple[str, ...] = flag(
         ("builtin",),
         "training data: text, JSONL or parquet files (also .gz, .zst), folders of them, prefixes of .bin/.idx files, "
-        "URIs of them (s3://, gs://), or weights and paths in turn, each path perhaps with a name (NAME=PATH); builtin: "
-        "Python's documentation; mock: random tokens",
+        "URIs of them (s3://, gs://), or weights and paths in turn, each path perhaps with a name (NAME=PATH); "
+        "builtin: Python's documentation; mock: random tokens",
         aliases=("train-data-path", "sources", Alias("mock-data", ("mock",))),
         path=True,
         named=True,
