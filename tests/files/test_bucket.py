@@ -12,17 +12,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from megapar.checkpoints.format.shards import Shard
 from megapar.checkpoints.ownership.owner import Owner, acquire
 from megapar.checkpoints.save_load import collective_io
 from megapar.checkpoints.save_load import folder as folders
+from megapar.core.box import Box
 from megapar.errors import CheckpointError, FolderLostError
 from megapar.files import bucket
 from megapar.files.bucket import MANIFEST, PUBLISHED, objects_of
 from megapar.files.location import Location, at
 from megapar.files.objects import Objects
 from tests.checkpoints.ownership.owners import Waiting, claim, save
-from tests.checkpoints.save_load.states import MODEL, make_state, same_model, wrong
+from tests.checkpoints.save_load.states import LAYOUT, MODEL, SCALARS, make_state, same_model, wrong
+from tests.support.bucket_proxy import proxied
+from tests.support.buckets import asked_at, new_bucket
 from tests.support.process import clean_environ
 from tests.support.stores import copied, in_objects, names, put
 
@@ -239,3 +244,16 @@ def test_a_forked_process_has_objects_of_its_own(monkeypatch: pytest.MonkeyPatch
     assert objects_of("memory") is mine
     monkeypatch.setattr("megapar.files.bucket.os.getpid", lambda: -1)
     assert objects_of("memory") is not mine
+
+
+def test_a_load_on_another_layout_reads_only_the_ranges_that_it_needs(s3_server: str) -> None:
+    whole = torch.randn(1024, 256)
+    quarter = Shard("model/x", (1024, 256), Box((256, 0), (256, 256)), torch.zeros(256, 256))
+    with proxied(s3_server) as (proxy, endpoint), asked_at(endpoint):
+        folder = new_bucket() / "iter_0000002"
+        state = {"model/x": Shard.whole("model/x", whole)}
+        collective_io.save(folder, state, SCALARS, layout=LAYOUT, group=None)
+        proxy.passed.sent.clear()
+        collective_io.load(folder, {"model/x": quarter}, expect_model=None, verify="size", group=None)
+        assert torch.equal(quarter.tensor, whole[256:512])
+        assert quarter.tensor.nbytes < proxy.passed.sent["get"] < quarter.tensor.nbytes + 16_384
