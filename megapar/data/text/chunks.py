@@ -127,7 +127,7 @@ class TextChunk:
         """
         if self.kind in _ROW_READERS:
             return _ROW_READERS[self.kind](self, bad)
-        return _LINE_READERS[self.kind](self, _Lines(self, numbers or LineNumbers()), bad)
+        return _LINE_READERS[self.kind](self, Lines(self, numbers or LineNumbers()), bad)
 
 
 def file_chunks(kind: str, path: Path, field: str = FIELD) -> list[TextChunk]:
@@ -163,7 +163,7 @@ def _steps(kind: str, path: str, size: int, step: int, field: str) -> list[TextC
     return [TextChunk(kind, path, first, min(first + step, size), field) for first in range(0, size, step)]
 
 
-class _Lines:
+class Lines:
     """The lines of a file that begin in a chunk; ``places`` also yields those after it.
 
     ``refuse`` names the last line yielded. The lines before the chunk are counted only for the first such message.
@@ -242,9 +242,7 @@ def _line(line: str | bytes, field: str) -> str:
     return (line if isinstance(line, str) else decoded(line, "")).rstrip()
 
 
-def _by_line(
-    read: Callable[[str | bytes, str], str], chunk: TextChunk, lines: _Lines, bad: BadRecords
-) -> Iterator[str]:
+def _by_line(read: Callable[[str | bytes, str], str], chunk: TextChunk, lines: Lines, bad: BadRecords) -> Iterator[str]:
     """Yield the document that ``read`` makes of each line."""
     for line in lines.texts():
         try:
@@ -258,7 +256,7 @@ def _by_line(
             yield text
 
 
-def _blank(chunk: TextChunk, lines: _Lines, bad: BadRecords) -> Iterator[str]:
+def _blank(chunk: TextChunk, lines: Lines, bad: BadRecords) -> Iterator[str]:
     """Yield the documents from the first blank line in the chunk (or the file's beginning) to the first one after it.
 
     A line is blank if it contains only Unicode white space.
@@ -345,7 +343,7 @@ def _text(text: Any, place: str, field: str, bad: BadRecords) -> Iterator[str]:
         yield document
 
 
-_LINE_READERS: dict[str, Callable[[TextChunk, _Lines, BadRecords], Iterator[str]]] = {
+_LINE_READERS: dict[str, Callable[[TextChunk, Lines, BadRecords], Iterator[str]]] = {
     "jsonl": partial(_by_line, _record),
     "lines": partial(_by_line, _line),
     "blank": _blank,

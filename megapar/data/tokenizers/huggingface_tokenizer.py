@@ -85,9 +85,7 @@ class HuggingFaceTokenizer:
 
     @cached_property
     def ordinary_ids(self) -> np.ndarray:
-        special = self.special.ids | set(self._inner.all_special_ids)
-        added = getattr(self._inner, "added_tokens_decoder", {})
-        special |= {i for i, token in added.items() if getattr(token, "special", False)}
+        special = self.special.ids | set(self.special_ids.tolist())
         return np.array(sorted(i for i in set(self.vocabulary.values()) if i not in special), dtype=np.int64)
 
     @cached_property
@@ -126,6 +124,49 @@ class HuggingFaceTokenizer:
                 list(texts), add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False
             )
             return [list(ids) for ids in encoded["input_ids"]]
+
+    @property
+    def chat_template(self) -> str | None:
+        """The tokenizer's chat template, the default one of several; None if it has none."""
+        template = getattr(self._inner, "chat_template", None)
+        return template.get("default") if isinstance(template, dict) else template
+
+    @chat_template.setter
+    def chat_template(self, template: str) -> None:
+        """Replace the template, also of ``save_hf``."""
+        self._inner.chat_template = template
+
+    @cached_property
+    def template_variables(self) -> dict[str, str]:
+        """The special tokens by the names that chat templates use, such as ``bos_token``."""
+        return {name: str(token) for name, token in self._inner.special_tokens_map.items() if isinstance(token, str)}
+
+    @cached_property
+    def special_ids(self) -> np.ndarray:
+        """[..] int64: the ids of all special tokens, also of those without a role, ascending."""
+        added = getattr(self._inner, "added_tokens_decoder", {})
+        ids = {i for i, token in added.items() if getattr(token, "special", False)} | set(self._inner.all_special_ids)
+        return np.array(sorted(ids), dtype=np.int64)
+
+    def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return the ids [T] of a text, and the characters [begin, end) of each, [T, 2], both int64.
+
+        Raises DataError if the library does not say them.
+        """
+        if self._fast is None:
+            raise DataError(
+                f"{self._path}: this tokenizer does not say which characters a token is from, which fine-tuning "
+                "needs; convert it to a tokenizer.json"
+            )
+        with self._typed():
+            encoding = self._fast.encode(text, add_special_tokens=False)
+        offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+        return np.array(encoding.ids, dtype=np.int64), offsets
+
+    def shown(self, ids: Sequence[int]) -> str:
+        """Return the text of these ids with special tokens."""
+        with self._typed():
+            return str(self._inner.decode([int(i) for i in ids], skip_special_tokens=False))
 
     def decode(self, ids: Sequence[int]) -> str:
         with self._typed():

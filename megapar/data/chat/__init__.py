@@ -1,0 +1,1 @@
+"""Conversations for fine-tuning: records, chat templates, the spans that are learned, and their tokens."""
