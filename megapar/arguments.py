@@ -15,7 +15,7 @@ from typing import Any
 from megapar.compatibility import check
 from megapar.config.config import FLAGS, GROUPS, NOT_BUILT_NOTE, Config, build
 from megapar.config.draft import Draft, is_given, unknown_to_trainers
-from megapar.config.files import apply_stored_tokenizer, check_files, check_model
+from megapar.config.files import apply_chat_date, apply_stored_tokenizer, check_files, check_model
 from megapar.config.published import apply_published
 from megapar.config.read import (
     drop_replaced_data,
@@ -196,6 +196,7 @@ def read_settings(draft: Draft, argv: Sequence[str]) -> str | None:
     refuse_foreign(draft)
     fill_defaults(draft)
     apply_stored_tokenizer(draft)
+    apply_chat_date(draft)
     return apply_published(draft)
 
 

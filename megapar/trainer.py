@@ -48,6 +48,7 @@ from megapar.launch_environment import job_id
 from megapar.planning.devices import check_memory, planned_memory
 from megapar.training.building import ampipe_degree as degree
 from megapar.training.building.corpus import make_corpus, make_loader, make_own_corpus, with_fetched_data, with_own_data
+from megapar.training.building.epochs import with_epochs
 from megapar.training.building.parallelize import check_device, parallelize
 from megapar.training.building.parts import Parts
 from megapar.training.loop.callbacks import TrainerCallback, connect, make_callbacks, make_watchdog
@@ -151,6 +152,7 @@ def train(
     try:
         config = with_fetched_data(config)
         corpus = make_corpus(config) if data is None else make_own_corpus(config, data)
+        config = with_epochs(config, corpus)
         declared = make_entry(config, corpus, device)
         if rendezvous_url is None and (unknown := unknown_address()):
             sys.stderr.write(f"rank {os.environ['RANK']}: {unknown}\n")

@@ -12,11 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from megapar.config.config import FLAGS
+from megapar.config.run import SFT
 from megapar.config.vocab_size import known_vocabulary
 from megapar.errors import Complaint, DataError
+from megapar.files.conversation import check_conversation
 from megapar.files.data_files import (
     FIELD,
     INDEXED,
+    JSONL,
     PARQUET,
     TEXT,
     ZSTANDARD,
@@ -162,6 +165,7 @@ def _folder(name: str, folder: Path, values: Mapping[str, Any]) -> Iterator[Comp
 def _content(name: str, path: Path, values: Mapping[str, Any]) -> Iterator[Complaint]:
     """Yield complaints about a file's first bytes or lines or, for parquet, its last bytes."""
     spelling, field = FLAGS[name].spelling, _field(values)
+    chats = values.get("task") == SFT
     packed = path.suffix.lower() == ZSTANDARD and sys.version_info < (3, 14)
     if not os.access(path, os.R_OK):
         yield Complaint("file", f"{spelling} {path} is not readable.", "Change its permissions.")
@@ -176,13 +180,16 @@ def _content(name: str, path: Path, values: Mapping[str, Any]) -> Iterator[Compl
             return
         if defect:
             yield Complaint("file", f"{spelling} {path} {defect}.")
+        elif chats and kind_of(path) not in JSONL:
+            message = f"{spelling} {path}: conversations are read from JSONL files ({', '.join(JSONL)})."
+            yield Complaint("file", message, "datasets.Dataset.to_json writes one.")
         elif kind_of(path) == PARQUET:
             yield from _parquet(spelling, path, field)
         elif values.get("on_bad_record") == "stop" and (records or kind_of(path) in TEXT):
-            yield from _first_record(spelling, path, field, records)
+            yield from _first_record(spelling, path, field, records, chats=chats)
 
 
-def _first_record(spelling: str, path: Path, field: str, records: bool) -> Iterator[Complaint]:
+def _first_record(spelling: str, path: Path, field: str, records: bool, *, chats: bool) -> Iterator[Complaint]:
     """Check the first line, which shows the mistakes that concern the whole file: a wrong field or encoding."""
     try:
         number, line = first_line(path, MAX_LINE_BYTES)
@@ -190,7 +197,9 @@ def _first_record(spelling: str, path: Path, field: str, records: bool) -> Itera
             yield Complaint("file", f"{spelling} {path} contains no text.", "Pass a file that contains text.")
         elif len(line) < MAX_LINE_BYTES:
             place = f"{spelling} {path}, line {number}"
-            if records:
+            if chats:
+                check_conversation(line, place)
+            elif records:
                 text_of_line(line, place, field)
             else:
                 decoded(line, place)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from datetime import date
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
@@ -18,12 +19,14 @@ from megapar.checkpoints.format.names import (
     foreign_checkpoint,
     holds_checkpoints,
     names_in,
+    newest_name,
     saved_iterations,
+    stored_scalars,
 )
 from megapar.config.check_data import check_data, check_knowledge, missing
 from megapar.config.config import FLAGS
 from megapar.config.draft import Draft
-from megapar.config.run import METRICS_OFF
+from megapar.config.run import METRICS_OFF, SFT
 from megapar.config.vocab_size import MOCK, check_vocabulary
 from megapar.errors import Complaint
 from megapar.files.data_files import split_name
@@ -51,7 +54,7 @@ def check_files(values: Mapping[str, Any]) -> Iterator[Complaint]:
     yield from check_data(values)
     yield from check_model(values)
     yield from check_stores(values)
-    for name in ("tokenizer_model", "load", "phrase_file", "entity_file", "triples_file"):
+    for name in ("tokenizer_model", "chat_template", "load", "phrase_file", "entity_file", "triples_file"):
         path = values.get(name)
         # A script that is queued repeatedly uses one folder for --load and --save, which its first run creates.
         first_run = name == "load" and _saves_where_it_loads(values)
@@ -222,6 +225,20 @@ def check_trackers(values: Mapping[str, Any]) -> Iterator[Complaint]:
         if values.get(name) and find_spec(package) is None:
             message = f"{spell(name)} needs the package {package}, which is not installed."
             yield Complaint("package", message, f"Install it with: pip install {package}")
+
+
+def apply_chat_date(draft: Draft) -> None:
+    """Set --chat-date, if it is not given, to the day of the first start: the checkpoint's, or else today."""
+    if draft.values.get("task") != SFT or draft.values.get("chat_date") is not None or "chat_date" in draft.bad:
+        return
+    day = ""
+    load = None if draft.values.get("finetune") else draft.values.get("load")
+    if load and (saved := saved_iterations(load)):
+        step = draft.values.get("ckpt_step") or saved[-1]
+        phases = (stored_scalars(at(load) / newest_name(load, step)).get("identity") or {}).get("phases") or [{}]
+        day = str((phases[-1].get("chat") or {}).get("day") or "")
+    draft.values["chat_date"] = day or date.today().isoformat()
+    draft.origins["chat_date"] = "derived"
 
 
 def apply_stored_tokenizer(draft: Draft) -> None:

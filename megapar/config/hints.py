@@ -25,7 +25,7 @@ ELSEWHERE: Mapping[str, str] = MappingProxyType(
     _names("""
 learning-rate | --lr
 batch-size train-batch-size | --micro-batch-size (of one data rank) or --global-batch-size
-epochs num-epochs num-train-epochs | --train-iters: the length of a run is given in steps
+epochs num-epochs num-train-epochs | --train-iters, or with --task sft --train-epochs
 steps max-steps num-steps iterations max-iters | --train-iters
 data dataset train-data train-file input data-dir | --data-path
 resume resume-from resume-from-checkpoint checkpoint ckpt load-dir | --load

@@ -144,6 +144,16 @@ class TrainingOptions:
         other=(1, 1, 2),
     )
     train_iters: int = flag(100, "number of optimizer steps", unit="steps", low=0, other=3)
+    train_epochs: int = flag(
+        0,
+        "sft: passes over the conversations, whose whole global batches are the steps of the run, in place of "
+        "--train-iters, which --validate-only and megapar plan, without reading the data, assume; 0: off",
+        unit="epochs",
+        low=0,
+        models=MOE,
+        other=2,
+        undrawn="it needs --task sft",
+    )
     seed: int = flag(1234, "seed of weights, data order and dropout", low=0, high=2**63 - 1, other=7)
     dtype: str = flag(
         "auto",

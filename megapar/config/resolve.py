@@ -104,6 +104,11 @@ def _metrics(save: str | None) -> str | None:
     return str(PurePath(save) / METRICS) if save and not is_stored(save) else None
 
 
+def _apart(task: str, packing: str) -> bool | None:
+    # Conversations of one sample are documents apart; rows refuse these flags beside --task sft.
+    return True if task == "sft" and packing == "best_fit" else None
+
+
 DERIVATIONS: tuple[Derivation, ...] = (
     Derivation("world_size", ("launched_size",), lambda launched: launched),
     Derivation("ranks_per_node", ("launched_node",), lambda launched: launched, settled=True),
@@ -168,6 +173,8 @@ DERIVATIONS: tuple[Derivation, ...] = (
         open=("auto",),
         settled=True,
     ),
+    Derivation("reset_position_ids", ("task", "sft_packing"), _apart, open=(False,), settled=True),
+    Derivation("reset_attention_mask", ("task", "sft_packing"), _apart, open=(False,), settled=True),
     Derivation("metrics_jsonl", ("save",), _metrics, settled=True),
     Derivation("lr_decay_iters", ("train_iters",), lambda steps: max(1, steps)),
     Derivation("lr_wsd_decay_iters", ("lr_decay_iters",), lambda steps: max(1, steps // 10)),

@@ -10,6 +10,8 @@ from megapar.schema.flag import ERNIE, MOE, Alias, fact, flag
 from megapar.schema.phase_plan import phases_text
 
 METRICS_OFF = "off"  # a value of --metrics-jsonl
+PRETRAIN, SFT = "pretrain", "sft"  # values of --task
+_NEEDS_TASK = "it needs --task sft"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +71,57 @@ class DataOptions:
         "the data and cached",
         path=True,
     )
+    task: str = flag(
+        PRETRAIN,
+        "pretrain: predict text; sft: fine-tune on the assistant's turns of conversations in --data-path, JSONL or "
+        "prepared by megapar data prepare --task sft",
+        choices=(PRETRAIN, SFT),
+        models=MOE,
+        undrawn="it needs conversations; tests/equivalence/test_conversations.py compares its layouts",
+    )
+    chat_template: str | None = flag(
+        None,
+        "sft: file of the template (Jinja) that makes a conversation text, in place of the tokenizer's",
+        path=True,
+        models=MOE,
+        role=roles.FILES,
+    )
+    chat_date: str | None = flag(
+        None,
+        "sft: the day that a template sees, YYYY-MM-DD",
+        derived="the day of the first start",
+        models=MOE,
+        role=roles.FILES,
+        other="2024-02-29",
+    )
+    sft_turns: str = flag(
+        "all",
+        "sft: learn all turns of the assistant, or the last one of each conversation",
+        choices=("all", "last"),
+        models=MOE,
+        undrawn=_NEEDS_TASK,
+    )
+    sft_loss: str = flag(
+        "token",
+        "sft: what counts equally in the loss of a global batch: each learned token, or each conversation",
+        choices=("token", "conversation"),
+        models=MOE,
+        undrawn=_NEEDS_TASK,
+    )
+    sft_packing: str = flag(
+        "best_fit",
+        "sft: place as many conversations in a sample as fit, apart in attention and positions; pad: one in each",
+        choices=("best_fit", "pad"),
+        models=MOE,
+        undrawn=_NEEDS_TASK,
+    )
+    sft_overlong: str = flag(
+        "stop",
+        "sft: on conversations longer than a sample, stop, leave them out, or cut their ends off",
+        choices=("stop", "drop", "truncate"),
+        models=MOE,
+        undrawn=_NEEDS_TASK,
+    )
     mlm_probability: float = flag(
         0.15, "fraction of tokens that are masked", above=0, high=0.9, models=ERNIE, role=roles.LOSS
     )
@@ -108,7 +161,7 @@ class DataOptions:
     override_data: tuple[str, ...] = flag(
         (),
         "data settings that may differ from the checkpoint's: sources, weights, split, seed, seq-length, knowledge "
-        "(files of phrases, entities and triples), separated by commas",
+        "(files of phrases, entities and triples), chat (how conversations become samples), separated by commas",
         comma=True,
         undrawn="is about checkpoints",
         other=("seed",),

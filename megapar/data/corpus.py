@@ -12,7 +12,9 @@ from pathlib import Path
 from megapar.data.batches import Collate
 from megapar.data.blend import BlendSource, open_blend, open_stores
 from megapar.data.cache import hash_parts, make_once
-from megapar.data.sample_maker import DecoderSampleMaker, ErnieSampleMaker, MadeSamples, Maker, Packing
+from megapar.data.chat.chat_encoder import chat_tokenizer
+from megapar.data.conversation_blend import ChatOptions, ConversationOpener, PackedBlend
+from megapar.data.sample_maker import Content, DecoderSampleMaker, ErnieSampleMaker, MadeSamples, Maker, Packing
 from megapar.data.sampling.data_phases import PhasedSamples, Phases
 from megapar.data.sampling.ernie import SHORTEST_SEQUENCE
 from megapar.data.sampling.samples import Samples, TokenPieces
@@ -40,7 +42,8 @@ class Corpus(MadeSamples):
 
     Attributes:
         vocab_size: Rows of the embedding, at least tokenizer.size.
-        stores: The tokens that samples are cut from; None for random tokens and for a streamed dataset.
+        stores: The tokens that samples are cut from; None for random tokens, a streamed dataset, and conversations.
+        conversations: The sources of conversations and their packs; None for other data.
         notes: Messages for the log, such as records that were skipped.
     """
 
@@ -48,7 +51,12 @@ class Corpus(MadeSamples):
     vocab_size: int
     collate: Collate
     stores: TrainHeldout[StoreBlend] | None = None
+    conversations: TrainHeldout[PackedBlend] | None = None
     notes: tuple[str, ...] = ()
+
+    def chat_facts(self) -> dict[str, str]:
+        """Return the facts of conversations that a checkpoint records; {} for other data."""
+        return {} if self.conversations is None else dict(self.conversations.train.facts)
 
     def check_files(self) -> None:
         """Raise DataError if a file that is mapped was overwritten in place since."""
@@ -56,6 +64,9 @@ class Corpus(MadeSamples):
             for store in () if blend is None else blend.stores:
                 for file in store.files:
                     file.check()
+        for source in () if self.conversations is None else self.conversations.train.sources:
+            for file in source.store.dataset.files:
+                file.check()
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -157,8 +168,48 @@ def of_pieces(
     maker = DecoderSampleMaker(seq_length, seed, Split.parse(DEFAULT_SPLIT), packing)
     tokenizer = load_tokenizer(tokenizer_model) if tokenizer_model else NoTokenizer(vocab_size)
     _check_size(tokenizer, tokenizer_model, vocab_size)
-    made = maker.from_pieces(TrainHeldout(train, heldout), tokenizer, name)
+    pieces = TrainHeldout(train, heldout)
+
+    def content(side: TokenPieces) -> tuple[Content, ...]:
+        return (Content(name, None, None, len(side)),)
+
+    made = maker.from_pieces(pieces, tokenizer, pieces.map(content))
     return _corpus(made, tokenizer, vocab_size, maker.collate)
+
+
+def of_conversations(
+    chat: ChatOptions,
+    *,
+    data_path: Sequence[str],
+    eval_data_path: Sequence[str] | None = None,
+    split: str | None = None,
+    tokenizer_model: str,
+    vocab_size: int,
+    seq_length: int,
+    seed: int,
+    skip_bad: bool = False,
+) -> Corpus:
+    """Open, check, tokenize and pack conversations, in JSONL or prepared, for fine-tuning a decoder.
+
+    The arguments, the errors and the work that is done once are those of ``build``.
+    """
+    notes: list[str] = []
+    maker = DecoderSampleMaker(seq_length, seed, Split.parse(split or DEFAULT_SPLIT), Packing(conversations=True))
+    tokenizer = chat_tokenizer(load_tokenizer(tokenizer_model))
+    _check_size(tokenizer, tokenizer_model, vocab_size)
+    train = open_blend(data_path, report=notes.append)
+    data = TrainHeldout(train, open_blend(eval_data_path, report=notes.append) if eval_data_path else None)
+    cache = TokenCache(tokenizer, Path(tokenizer_model), skip_bad, chat.settings(tokenizer))
+    packed = ConversationOpener(chat, cache, maker, notes.append).open(data)
+    if packed.heldout is None and eval_data_path is None:
+        raise DataError(
+            f"{', '.join(data_path)}: no conversation of some source is held out, and evaluations need one; pass more "
+            "conversations, --eval-data-path, another --split, or --split 100,0 with --eval-interval 0"
+        )
+    contents = packed.map(lambda blend: blend.contents)
+    made = maker.from_pieces(packed.map(lambda blend: blend.pieces), tokenizer, contents)
+    corpus = _corpus(made, tokenizer, vocab_size, maker.collate)
+    return replace(corpus, conversations=packed, notes=tuple(dict.fromkeys(notes)))
 
 
 def _make_maker(

@@ -31,6 +31,7 @@ from megapar.data.tokenizers.tokenizer import Tokenizer
 from megapar.data.tokens.split import Split, TrainHeldout
 from megapar.data.tokens.store import StoreBlend, TokenStore
 
+CONVERSATIONS = "conversations"
 MOST_NAMES = 3  # file names of one corpus that are shown
 
 
@@ -38,7 +39,7 @@ MOST_NAMES = 3  # file names of one corpus that are shown
 class Content:
     """Counts of the training or the held-out documents of one corpus for the log; None where they are not counted.
 
-    ``samples`` are those of one epoch, ``weight`` is that in a mixture.
+    ``samples`` are those of one epoch, ``weight`` is that in a mixture, ``what`` the documents are.
     """
 
     name: str
@@ -46,13 +47,12 @@ class Content:
     tokens: int | None
     samples: int | None
     weight: Fraction | None = None
+    what: str = "documents"
 
     def __str__(self) -> str:
-        counted = [
-            f"{count:,} {unit}"
-            for count, unit in ((self.documents, "documents"), (self.tokens, "tokens"))
-            if count is not None
-        ]
+        counts = [(self.documents, self.what), (self.tokens, "tokens")]
+        counts += [(self.samples, "packs")] if self.what == CONVERSATIONS else []
+        counted = [f"{count:,} {unit}" for count, unit in counts if count is not None]
         weight = [] if self.weight is None else [f"weight {float(self.weight):g}"]
         return f"{self.name}: {', '.join([*counted, *weight]) or 'not counted'}"
 
@@ -170,10 +170,11 @@ class SampleMaker(ABC, Generic[P]):
         pieces = TrainHeldout(self.random(tokenizer, self.seed, "train"), self.random(tokenizer, 0, "heldout"))
         return self._made(pieces, tokenizer, (Content("mock, random tokens", None, None, None),))
 
-    def from_pieces(self, pieces: TrainHeldout[P], tokenizer: Tokenizer, name: str) -> MadeSamples:
-        """Return the samples of pieces that the caller makes. ``name`` is that of the data, for the log."""
-        held = () if pieces.heldout is None else (Content(name, None, None, len(pieces.heldout)),)
-        return self._made(pieces, tokenizer, (Content(name, None, None, len(pieces.train)),), held)
+    def from_pieces(
+        self, pieces: TrainHeldout[P], tokenizer: Tokenizer, contents: TrainHeldout[tuple[Content, ...]]
+    ) -> MadeSamples:
+        """Return the samples of pieces that the caller makes."""
+        return self._made(pieces, tokenizer, contents.train, contents.heldout or ())
 
     def _pieces(
         self, blend: StoreBlend, sources: Sequence[BlendSource], *, held_out: bool
@@ -219,15 +220,20 @@ class Packing:
         reset_positions: See ``samples.Boundaries``, also for the next two.
         reset_attention: Keep attention inside documents.
         mask_loss: No loss across the end of a document.
+        conversations: Documents are conversations, whose ends no token marks, and which are apart in attention and
+            positions.
     """
 
     packed: bool = True
     reset_positions: bool = False
     reset_attention: bool = False
     mask_loss: bool = False
+    conversations: bool = False
 
     def boundaries(self, tokenizer: Tokenizer) -> Boundaries | None:
         """Return the effects of document ends; None if they have none. Raises DataError without an end token."""
+        if self.conversations:
+            return Boundaries(None, reset_positions=True, reset_attention=True)
         if not (self.reset_positions or self.reset_attention or self.mask_loss):
             return None
         end = tokenizer.special.need("eos")

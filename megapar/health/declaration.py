@@ -185,6 +185,7 @@ class RankEntry(Declaration):
                 _DEVICE: device.type,
                 "the tokenizer's fingerprint": corpus.tokenizer.fingerprint()[:_SHOWN],
                 **_dispatch(config, device),
+                **{f"{name} of conversations": fact for name, fact in corpus.chat_facts().items()},
             },
             {} if node and local_rank else {**installed(), **_data(config)},
             node,

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from datetime import date
 from functools import partial
 
 from megapar.files.data_files import NUMBER, blend_of, split_name
 from megapar.schema.batch_size import BatchSize
 from megapar.schema.flag import MOE
 from megapar.schema.phase_plan import parse_phases, plan_phases
-from megapar.schema.rule import Facts, Rule
+from megapar.schema.rule import Facts, Rule, unused
 
 SOURCE = "data"
-OVERRIDES = ("sources", "weights", "split", "seed", "seq-length", "knowledge")
+OVERRIDES = ("sources", "weights", "split", "seed", "seq-length", "knowledge", "chat")
 """Legal words of ``--override-data``."""
+_APART = {"reset_position_ids", "reset_attention_mask"}
 _BOUNDARIES = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
 
 
@@ -65,9 +67,106 @@ def _has_records(f: Facts) -> bool:
     return f.data_source == "hf" or any(name not in ("builtin", "mock") for name in files)
 
 
+def _is_day(text: str) -> bool:
+    try:
+        return date.fromisoformat(text).isoformat() == text
+    except ValueError:
+        return False
+
+
+def _is_sft(f: Facts) -> bool:
+    return bool(f.task == "sft")
+
+
 _row = partial(Rule, source=SOURCE)
+_sft_row = partial(Rule, source=SOURCE, models=MOE, when=_is_sft)
+_SFT = "--task sft --tokenizer-model tokenizer --data-path chat.jsonl"
+
+_TUNING: tuple[Rule, ...] = (
+    unused(
+        "sft-flags",
+        ("sft_loss", "sft_packing", "sft_overlong", "sft_turns", "chat_template", "chat_date", "train_epochs"),
+        ("task",),
+        lambda f: not _is_sft(f),
+        "without --task sft",
+        passing=f"{_SFT} --sft-loss conversation",
+        failing="--sft-loss conversation",
+        models=MOE,
+    ),
+    _sft_row(
+        id="sft-tokenizer",
+        reads=("task", "tokenizer_model"),
+        requires=lambda f: f.tokenizer_model is not None,
+        message="--task sft needs the tokenizer of the model, with a chat template",
+        fix="Set --tokenizer-model to a Hugging Face tokenizer folder, such as that of --load-hf.",
+        passing=_SFT,
+        failing="--task sft --data-path chat.jsonl",
+    ),
+    _sft_row(
+        id="sft-data",
+        reads=("task", "data_path", "eval_data_path", "data_source"),
+        requires=lambda f: f.data_source != "hf" and not {"builtin", "mock"} & {*f.data_path, *f.eval_data_path},
+        message="--task sft reads conversations, from JSONL files or prepared ones, and neither text nor datasets",
+        fix="Set --data-path to conversations; datasets.Dataset.to_json writes JSONL.",
+        passing=_SFT,
+        failing="--task sft --tokenizer-model tokenizer --data-path builtin",
+    ),
+    _sft_row(
+        id="sft-phases",
+        reads=("task", "data_path", "eval_data_path", "data_phases", "on_source_end"),
+        requires=lambda f: (
+            f.data_phases is None
+            and f.on_source_end == "repeat"
+            and not any(split_name(word)[0] for word in (*f.data_path, *f.eval_data_path))
+        ),
+        message="--task sft has no phases: --data-phases, names of sources and --on-source-end stop are for text",
+        fix="Leave them out; weights mix sources, and --train-epochs ends a run.",
+        passing=_SFT,
+        failing=f"{_SFT} --on-source-end stop",
+    ),
+    _sft_row(
+        id="sft-packing",
+        reads=("task", "sft_packing", "given", "requested"),
+        requires=lambda f: (
+            not f.given & {"packing", "text_field", "eod_mask_loss"}
+            and all(f.requested[name] == (f.sft_packing == "best_fit") for name in f.given & _APART)
+        ),
+        message=(
+            "--task sft keeps conversations apart by itself (--sft-packing) and knows their fields: --packing, "
+            "--reset-position-ids, --reset-attention-mask, --eod-mask-loss and --text-field are for text"
+        ),
+        fix="Leave them out; --sft-packing pad places one conversation in each sample.",
+        passing=f"{_SFT} --sft-packing pad",
+        failing=f"{_SFT} --no-packing",
+    ),
+    _sft_row(
+        id="chat-date",
+        reads=("task", "chat_date"),
+        requires=lambda f: f.chat_date is None or _is_day(f.chat_date),
+        message="--chat-date must be a day as YYYY-MM-DD",
+        fix="Write for example --chat-date 2026-07-26.",
+        passing=f"{_SFT} --chat-date 2026-07-26",
+        failing=f"{_SFT} --chat-date 26.7.2026",
+    ),
+    _sft_row(
+        id="train-epochs",
+        reads=("task", "train_epochs", "data_path", "rampup_batch_size", "given"),
+        when=lambda f: _is_sft(f) and f.train_epochs > 0,
+        requires=lambda f: (
+            "train_iters" not in f.given and f.rampup_batch_size is None and not NUMBER.fullmatch(f.data_path[0])
+        ),
+        message=(
+            "--train-epochs is the length of a run over data that is read as a whole, in batches of one size: "
+            "--train-iters, weights in --data-path and --rampup-batch-size exclude it"
+        ),
+        fix="Leave it out, or leave them out.",
+        passing=f"{_SFT} --train-epochs 3",
+        failing=f"{_SFT} --train-epochs 3 --train-iters 10",
+    ),
+)
 
 RULES: tuple[Rule, ...] = (
+    *_TUNING,
     _row(
         id="data-weights",
         reads=("data_path", "eval_data_path"),

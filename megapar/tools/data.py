@@ -1,4 +1,4 @@
-"""``megapar data``: prepares and checks files of tokens, and trains tokenizers."""
+"""``megapar data``: prepares and checks files of tokens, shows samples, and trains tokenizers."""
 
 from __future__ import annotations
 
@@ -8,24 +8,27 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from megapar.config.run import PRETRAIN, SFT
 from megapar.errors import DataError, MegaparError
 from megapar.files.disk import write_file
 from megapar.health.stop.process import cores
+from megapar.tools import sample_view
 from megapar.tools.parser import Parser, count
 
 
 def make_parser() -> Parser:
     """Return the parser of the command."""
-    parser = Parser(prog="megapar data", description="Prepare and check files of tokens, and train tokenizers.")
+    parser = Parser(prog="megapar data", description="Prepare, check and show data, and train tokenizers.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _prepare_flags(commands.add_parser("prepare", help="tokenize documents into PREFIX.bin and PREFIX.idx"))
+    sample_view.add_flags(commands.add_parser("show", help="show a sample of a run: its text, documents and targets"))
     _check_flags(commands.add_parser("check", help="check every index entry and every token of indexed files"))
     _train_flags(commands.add_parser("train-tokenizer", help="train a sentencepiece model on documents"))
     return parser
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run prepare, check or train-tokenizer. Return the exit status: 0 done, 1 or 2 failed, 130 interrupted."""
+    """Run prepare, show, check or train-tokenizer. Return the exit status: 0 done, 1 or 2 failed, 130 interrupted."""
     args = make_parser().parse_args(argv)
     try:
         run: Callable[[argparse.Namespace], int] = args.run
@@ -61,6 +64,9 @@ def _prepare_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=count, default=cores(), help="number of processes (default: all cores)")
     parser.add_argument("--no-append-eod", action="store_true", help="do not append the end token to each document")
     parser.add_argument("--overwrite", action="store_true", help="replace existing files")
+    chat = parser.add_argument_group("conversations")
+    chat.add_argument("--task", choices=(PRETRAIN, SFT), default=PRETRAIN, help="sft: the records are conversations")
+    sample_view.add_chat_flags(chat)
     parser.set_defaults(run=_prepare)
 
 
@@ -72,6 +78,7 @@ def _prepare(args: argparse.Namespace) -> int:
     if not args.input and args.hf_dataset is None:
         print("megapar data prepare: pass --input or --hf-dataset", file=sys.stderr)
         return 2
+    chat = sample_view.chat_options(args) if args.task == SFT else None
     start = time.monotonic()
     shown = _Progress()
     done: Done = prepare(
@@ -86,12 +93,14 @@ def _prepare(args: argparse.Namespace) -> int:
         skip_bad=args.on_bad_record == "skip",
         report=_report,
         overwrite=args.overwrite,
+        chat=None if chat is None else chat.settings_of(args.tokenizer_model),
         progress=lambda finished, chunks, result: shown.show(finished, chunks, result.tokens),
     )
     shown.close()
     seconds = time.monotonic() - start
+    what = "documents" if chat is None else "conversations"
     print(
-        f"{args.output}: {done.documents:,} documents, {done.tokens:,} tokens in {seconds:.1f} s "
+        f"{args.output}: {done.documents:,} {what}, {done.tokens:,} tokens in {seconds:.1f} s "
         f"({done.tokens / max(seconds, 1e-9):,.0f} tokens/s, {args.workers} worker{'s' * (args.workers > 1)})"
     )
     if done.bad:

@@ -28,6 +28,7 @@ from megapar.data.own_data import OwnData
 from megapar.model.decoder.model import Decoder
 from megapar.trainer import Trainer
 from megapar.training.building.corpus import make_corpus, make_layout, make_own_corpus
+from megapar.training.building.epochs import with_epochs
 from megapar.training.building.parts import Parts
 from megapar.training.loop.callbacks import TrainerCallback
 from megapar.training.reports.record import Record
@@ -115,6 +116,7 @@ def trace(
         quiet = () if "--log-interval" in flags else ("--log-interval", str(QUIET))
         config = parse(kind, [*flags, *quiet, "--exit-interval", str(until)], dict(os.environ))
         corpus = make_corpus(config) if data is None else make_own_corpus(config, data)
+        config = with_epochs(config, corpus)
         device = _device(backend)
         tables = _with_products_of_small_weights(kinds._tables())
         stack.enter_context(patch.object(kinds, "_tables", lambda: tables))

@@ -106,6 +106,10 @@ STEPS = {"train_iters": 6}
 TEXT = {"data_path": ("{text.jsonl}",), "vocab_size": 400}
 WORDS = {**BRANCHED, **TEXT, "ernie_tasks": "knowledge_mlm:1"}
 TOKENS = {**TEXT, "tokenizer_model": "{tokenizer.model}"}
+TALK = {
+    **{"task": "sft", "data_path": ("{chat.jsonl}",), "tokenizer_model": "{chat_tokenizer}", "vocab_size": 400},
+    **{"seq_length": 160, "chat_date": "2026-07-26"},
+}
 DAMAGED = {"load": "{damaged}", "train_iters": 6, "seed": 5}
 RESUMED = {"load": "{checkpoints}", "train_iters": 6, "seed": 5}
 
@@ -247,6 +251,12 @@ TOGETHER: Mapping[str, Shown] = {
     "split": Shown(base=TEXT),
     "tokenizer_model": Shown(base=TEXT, value="{tokenizer.model}"),
     "data_source": Shown(base=TOKENS, needs={"hf_dataset": "{dataset}", "data_path": None}),
+    "task": Shown("error", {**TALK, "task": None, "chat_date": None}),
+    "sft_turns sft_loss sft_packing": Shown(base=TALK),
+    "sft_overlong": Shown("error", {**TALK, "seq_length": 40}),
+    "chat_template": Shown(base=TALK, value="{dated.jinja}"),
+    "chat_date": Shown(base={**TALK, "chat_template": "{dated.jinja}"}),
+    "train_epochs": Shown(base=TALK, needs={"train_iters": None}),
     "hf_dataset": Shown(
         base={**TOKENS, "data_path": None, "data_source": "hf", "hf_dataset": "{dataset}"}, value="{another_dataset}"
     ),

@@ -226,6 +226,17 @@ PROOFS: dict[str, Proof] = {
     "split-weights": Proof("--data-path a.jsonl --split 0,100"),
     "split-nothing-held-out": Proof("--data-path a.jsonl --split 100,0,0 --eval-interval 5"),
     "split-or-eval-data": Proof(argument="what is held out would come from one of the two, the other be ignored"),
+    "sft-flags": Proof(idle=("sft_loss",)),
+    "sft-tokenizer": Proof(
+        argument="a tokenizer trained on the records has no chat template, and does not know tokens' characters"
+    ),
+    "sft-data": Proof(argument="text has no turns of an assistant"),
+    "sft-packing": Proof(
+        argument="two flags would say what shares a sample, and documents would end at tokens that mark no end"
+    ),
+    "sft-phases": Proof(argument="packs would be read by a plan of their sources' samples of text"),
+    "chat-date": Proof(argument="the template would be asked for a day that is none"),
+    "train-epochs": Proof(argument="two flags would say how long the run is"),
     "split-mock": Proof(idle=("split",)),
     "text-field": Proof(idle=("text_field",)),
     "packing-off": Proof(idle=("reset_attention_mask",)),

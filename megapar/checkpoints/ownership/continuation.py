@@ -113,7 +113,8 @@ def _compare(
     config: Config, corpus: Corpus, before: Loaded | None, checkpoint: Location | None, skipped: Sequence[Range]
 ) -> dict[str, Any]:
     try:
-        plan = planned_data(config, skipped)
+        chat = corpus.chat_facts()
+        plan = [(start, replace(data, chat=chat)) for start, data in planned_data(config, skipped)]
         tokenizer = facts_of(corpus.tokenizer, config.data.tokenizer_model)
     except (MegaparError, OSError) as error:
         return {"refused": [["data", f"The data cannot be read again: {error}", ""]]}

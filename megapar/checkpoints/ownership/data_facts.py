@@ -19,6 +19,7 @@ from megapar.schema.phase_plan import PhaseSpan
 
 KNOWLEDGE = ("phrase_file", "entity_file", "triples_file")  # flags of the files that are read next to the sources
 _LONGEST = 300  # maximum characters of a source's name
+PACKS = "packs"  # the fact of conversations that follows from all others, and decides the samples
 SEPARATE = "apart"  # replaces the split if held-out documents have files of theirs
 
 
@@ -39,6 +40,7 @@ class DataFacts:
         seed: Seed of the order of samples.
         seq_length: Tokens per sample.
         knowledge: Files of the flags of KNOWLEDGE. None for a checkpoint that does not record them.
+        chat: Facts of conversations and their packs, {} for text. None if they are not known, in a checkpoint for text.
     """
 
     sources: tuple[Fingerprint, ...]
@@ -46,6 +48,7 @@ class DataFacts:
     seed: int
     seq_length: int
     knowledge: tuple[Fingerprint, ...] | None = None
+    chat: Mapping[str, str] | None = None
 
     @classmethod
     def of(cls, config: Config, *, may_read: bool = True) -> DataFacts:
@@ -89,7 +92,7 @@ class DataFacts:
             sources.append(facts | ({"named": True} if source.named else {}))
         order = {"sources": sources, "split": self.split, "seed": self.seed, "seq_length": self.seq_length}
         knowledge = {} if self.knowledge is None else {"knowledge": {file.name: file.value for file in self.knowledge}}
-        return order | knowledge
+        return order | knowledge | ({"chat": dict(self.chat)} if self.chat else {})
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> DataFacts:
@@ -111,7 +114,8 @@ class DataFacts:
                 Split.parse(split)
             except (DataError, AttributeError) as error:
                 raise ValueError(str(error)) from error
-        return cls(sources, split, seed, seq_length, _knowledge(value.get("knowledge")))
+        chat = {str(name): str(fact)[:_LONGEST] for name, fact in dict(value.get("chat") or {}).items()}
+        return cls(sources, split, seed, seq_length, _knowledge(value.get("knowledge")), chat)
 
     def matched(self, later: DataFacts) -> list[int | None]:
         """Return the index of each source of ``later`` among these sources, or None.
@@ -136,7 +140,7 @@ class DataFacts:
         if self.seq_length != later.seq_length:
             text = f"--seq-length is {self.seq_length} there and {later.seq_length} here"
             differences.append(Difference("seq-length", text))
-        return [*differences, *self._knowledge(later)]
+        return [*differences, *self._knowledge(later), *self._chat(later)]
 
     def _sources(self, later: DataFacts, pairs: list[int | None]) -> list[Difference]:
         removed = [source for number, source in enumerate(self.sources) if number not in pairs]
@@ -153,6 +157,20 @@ class DataFacts:
             if (unmatched := [source.name for source in side if source.name not in names])
         ]
         return [Difference("sources", ", ".join([*changed, *only]))]
+
+    def _chat(self, later: DataFacts) -> list[Difference]:
+        there, here = self.chat or {}, later.chat
+        if here is None or there == here:
+            return []
+        if not there or not here:
+            what = ["conversations" if facts else "text" for facts in (there, here)]
+            return [Difference("chat", f"the data is {what[0]} there and {what[1]} here (--task)")]
+        if there.get(PACKS) == here[PACKS]:
+            return []
+        changed = [name for name in here if there.get(name) != here[name]]
+        named = [name for name in changed if name != PACKS] or changed
+        texts = [f"{name} is {there.get(name, 'unknown')} there and {here[name]} here" for name in named]
+        return [Difference("chat", f"conversations become other samples: {', '.join(texts)}")]
 
     def _knowledge(self, later: DataFacts) -> list[Difference]:
         if self.knowledge is None or later.knowledge is None:

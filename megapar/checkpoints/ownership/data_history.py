@@ -25,7 +25,7 @@ from megapar.files.data_files import blend_of
 
 DataPlan = Sequence[tuple[int, DataFacts]]
 """The data of a configuration from each sample on."""
-_OF_ORDER = ("split", "seed", "seq-length")
+_OF_ORDER = ("split", "seed", "seq-length", "chat")
 
 
 @dataclass(frozen=True)

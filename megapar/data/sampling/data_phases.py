@@ -25,6 +25,7 @@ from megapar.data.sampling.samples import (
     TokenPieces,
     nearby,
     order_of,
+    starts_of,
     weighted,
 )
 
@@ -99,6 +100,9 @@ class PhasedPieces(Generic[Pieces_co]):
 
     def weighted(self, number: int) -> tuple[np.ndarray, np.ndarray | None]:
         return weighted(self._pieces, number)
+
+    def starts(self, number: int) -> np.ndarray | None:
+        return starts_of(self._pieces, number)
 
     def document(self: PhasedPieces[DocumentPieces], number: int) -> int:
         """Return the document that a piece is from, if the pieces have documents."""

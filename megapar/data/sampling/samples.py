@@ -128,6 +128,19 @@ def weighted(pieces: TokenPieces, number: int) -> tuple[np.ndarray, np.ndarray |
     return pieces.weighted(number) if isinstance(pieces, Weighted) else (pieces[number], None)
 
 
+@runtime_checkable
+class JoinedPieces(Protocol):
+    """Pieces that may join documents which no token marks."""
+
+    def starts(self, number: int) -> np.ndarray | None:
+        """Return [documents] int64, the index in a piece where each document begins; None if tokens mark their ends."""
+
+
+def starts_of(pieces: TokenPieces, number: int) -> np.ndarray | None:
+    """Return the index in a piece where each document begins, see ``JoinedPieces``; None unless the pieces say it."""
+    return pieces.starts(number) if isinstance(pieces, JoinedPieces) else None
+
+
 class PieceOrder(Protocol):
     """Maps the number of a sample to that of its piece."""
 
@@ -196,13 +209,13 @@ class Boundaries:
     """The effects of a document's end inside a packed sample.
 
     Attributes:
-        end: The end token, the last token of each document.
+        end: The end token, the last token of each document; None if the pieces say where documents begin.
         reset_positions: Positions start at 0 in every document.
         reset_attention: Positions attend only to their own document.
         mask_loss: No loss at end tokens, whose labels belong to the next document.
     """
 
-    end: int
+    end: int | None
     reset_positions: bool = False
     reset_attention: bool = False
     mask_loss: bool = False
@@ -236,13 +249,14 @@ class DecoderSamples:
         return len(self._pieces)
 
     def __getitem__(self, number: int) -> Sample:
-        ids, weights = weighted(self._pieces, self._order[number])
+        piece = self._order[number]
+        ids, weights = weighted(self._pieces, piece)
         short = self._seq_length + 1 - len(ids)
         sample = {"tokens": ids[:-1], "labels": ids[1:]}
         if weights is not None:
             sample[WEIGHTS] = weights[1:]
         if self._boundaries is not None:
-            sample = self._bounded(sample, self._boundaries)
+            sample = self._bounded(sample, self._boundaries, starts_of(self._pieces, piece))
         if WEIGHTS in sample:
             sample = _weighed(sample)
         if short:
@@ -253,10 +267,10 @@ class DecoderSamples:
             sample["valid"] = np.arange(self._seq_length) < len(ids) - 1
         return sample
 
-    def _bounded(self, sample: Sample, boundaries: Boundaries) -> Sample:
+    def _bounded(self, sample: Sample, boundaries: Boundaries, starts: np.ndarray | None) -> Sample:
         tokens = sample["tokens"]
         at_end = tokens == boundaries.end
-        starts = np.flatnonzero(at_end) + 1  # start of each document after the first one
+        starts = np.flatnonzero(at_end) + 1 if starts is None else starts[1:]  # of documents after the first one
         starts = starts[starts < len(tokens)]
         if boundaries.mask_loss:
             sample[WEIGHTS] = np.where(at_end, np.float32(0), sample.get(WEIGHTS, np.float32(1)))

@@ -19,17 +19,19 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from megapar.data.cache import hash_parts
+from megapar.data.chat import chat_encoder
+from megapar.data.chat.chat_encoder import ChatEncoder, ChatSettings
 from megapar.data.lazy_numpy import np
 from megapar.data.text.chunks import BadRecords, LineNumbers, TextChunk, describe
 from megapar.data.tokenizers.load import load_tokenizer
 from megapar.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
 from megapar.data.tokenizers.tokenizer import Tokenizer
-from megapar.data.tokens.indexed import IndexedDatasetBuilder, smallest_dtype
+from megapar.data.tokens.indexed import LAST_OF_DOCUMENT, TARGETS, IndexedDatasetBuilder, smallest_dtype
 from megapar.data.tokens.parts import Done, PartWriter, claimed, finished, opened, parts_in, remove_parts
 from megapar.data.tokens.prepared import HashesWriter, hashes_of
 from megapar.errors import DataError
@@ -51,17 +53,34 @@ class Encoding:
         dtype: Type of the ids in the file.
         end: The token after each document; None for no token.
         skip_bad: Skip and count broken records; otherwise the first one stops the work.
+        chat: Settings of conversations, whose records become documents with targets; None for text.
     """
 
     dtype: str
     end: int | None
     skip_bad: bool
+    chat: ChatSettings | None = None
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, *, append_end: bool = True, skip_bad: bool = False) -> Encoding:
-        """Return the settings for a tokenizer. Raises DataError if ``append_end`` but it has no end token."""
-        end = tokenizer.special.need("eos") if append_end else None
-        return cls(smallest_dtype(tokenizer.size), end, skip_bad)
+    def of(
+        cls,
+        tokenizer: Tokenizer,
+        *,
+        append_end: bool = True,
+        skip_bad: bool = False,
+        chat: ChatSettings | None = None,
+    ) -> Encoding:
+        """Return the settings for a tokenizer. Raises DataError if ``append_end`` but it has no end token.
+
+        Conversations get no end token: their template writes what ends a turn.
+        """
+        end = tokenizer.special.need("eos") if append_end and chat is None else None
+        return cls(smallest_dtype(tokenizer.size), end, skip_bad, chat)
+
+    @property
+    def of_chat(self) -> tuple[str, ...]:
+        """Everything else that decides the tokens of conversations, as strings; () for text."""
+        return () if self.chat is None else (f"chat {chat_encoder.VERSION}", json.dumps(asdict(self.chat)))
 
 
 @dataclass(frozen=True)
@@ -86,6 +105,7 @@ class EncodeJob:
         """Return a hash of everything that decides the parts."""
         encoding = self.encoding
         parts = [VERSION, describe(self.chunks), tokenizer.fingerprint(), encoding.dtype, encoding.end]
+        parts += encoding.of_chat
         return hash_parts(json.dumps(parts))
 
 
@@ -130,7 +150,7 @@ def _written(job: EncodeJob, tokenizer: Tokenizer, workers: int, progress: Progr
     early: dict[int, Done] = {}
     following = 0
     with (
-        IndexedDatasetBuilder(job.prefix, job.encoding.dtype) as builder,
+        IndexedDatasetBuilder(job.prefix, job.encoding.dtype, multimodal=job.encoding.chat is not None) as builder,
         HashesWriter(job.prefix) as hashes,
         closing(_finished_chunks(job, tokenizer, workers)) as results,
     ):
@@ -138,15 +158,16 @@ def _written(job: EncodeJob, tokenizer: Tokenizer, workers: int, progress: Progr
             early[number] = result
             finished_so_far += result
             while (part := early.pop(following, None)) is not None:
-                with opened(folder, following) as (ids, lengths, part_hashes):
-                    builder.copy_documents(ids, lengths)
-                    hashes.add(part_hashes)
+                with opened(folder, following) as content:
+                    builder.copy_documents(content.ids, content.lengths, content.marks)
+                    hashes.add(content.hashes)
                 total += part  # in the order of the chunks, which is that of the messages in it
                 following += 1
             progress(count, len(job.chunks), finished_so_far)
         if total.documents == 0:
             remove_parts(folder)
-            raise DataError(f"{job.names}: the corpus contains no documents")
+            what = "documents" if job.encoding.chat is None else "conversations"
+            raise DataError(f"{job.names}: the corpus contains no {what}")
         builder.finalize(hashes.finish)
     return total
 
@@ -220,13 +241,26 @@ def _encode_chunk(
     bad = BadRecords(stops=not encoding.skip_bad)
     documents = tokens = 0
     with PartWriter(Path(folder), number) as part:
-        for texts in _batches(chunk.documents(bad, numbers)):
-            flat, lengths = _tokens(tokenizer, texts, encoding)
-            part.add(flat, np.array(lengths), hashes_of(texts))
-            documents, tokens = documents + len(lengths), tokens + len(flat)
+        if encoding.chat is not None:
+            for one in ChatEncoder(tokenizer, encoding.chat).read(chunk, bad, numbers):
+                part.add(one.ids.astype(encoding.dtype), *_runs(one.targets, hashes_of([one.text])))
+                documents, tokens = documents + 1, tokens + len(one.ids)
+        else:
+            for texts in _batches(chunk.documents(bad, numbers)):
+                flat, lengths = _tokens(tokenizer, texts, encoding)
+                part.add(flat, np.array(lengths), hashes_of(texts))
+                documents, tokens = documents + len(lengths), tokens + len(flat)
         result = Done(documents, tokens, bad.count, tuple(bad.first))
         part.finish(result)
     return result
+
+
+def _runs(targets: np.ndarray, hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return lengths, hashes and marks of a conversation, whose sequences are runs of targets and of others."""
+    starts = np.concatenate([[0], np.flatnonzero(np.diff(targets)) + 1])
+    marks = np.where(targets[starts], TARGETS, 0)
+    marks[-1] |= LAST_OF_DOCUMENT
+    return np.diff(starts, append=len(targets)), hashes, marks
 
 
 def _tokens(tokenizer: Tokenizer, texts: Sequence[str], encoding: Encoding) -> tuple[np.ndarray, list[int]]:

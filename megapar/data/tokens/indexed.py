@@ -43,6 +43,10 @@ from megapar.files.token_index import (
 
 _BLOCK = 1 << 20  # sequences or tokens in memory at a time during a full pass
 
+TARGETS, LAST_OF_DOCUMENT = 1, 2
+"""Bits of a sequence's marks. TARGETS is also its mode in files of conversations, whose sequences are runs of tokens
+that are learned, or are not. LAST_OF_DOCUMENT is not in a file."""
+
 
 class Summary(NamedTuple):
     """The result of a full check. ``largest`` is the largest id, or -1 for an empty file."""
@@ -273,12 +277,13 @@ class IndexedDatasetBuilder:
         self._index(lengths)
         self._files["bin"].write(self._checked(tokens).tobytes())
 
-    def copy_documents(self, ids: IO[bytes], lengths: np.ndarray) -> None:
+    def copy_documents(self, ids: IO[bytes], lengths: np.ndarray, marks: np.ndarray | None = None) -> None:
         """Add documents like ``add_documents``, with ids of the same dtype from the current position of a file.
 
+        With ``marks`` [n] int8, lengths are those of sequences, whose marks say their modes and where documents end.
         Raises DataError if the file ends early.
         """
-        self._index(lengths)
+        self._index(lengths, marks)
         left = int(lengths.sum()) * self.dtype.itemsize
         while left:
             block = ids.read(min(left, 1 << 22))
@@ -287,14 +292,17 @@ class IndexedDatasetBuilder:
             self._files["bin"].write(block)
             left -= len(block)
 
-    def _index(self, lengths: np.ndarray) -> None:
-        if "modes" in self._files:
-            raise ValueError("a file with modes takes documents one at a time, by add_item")
+    def _index(self, lengths: np.ndarray, marks: np.ndarray | None = None) -> None:
+        if ("modes" in self._files) != (marks is not None):
+            raise ValueError("a file with modes takes documents with marks, or one at a time, by add_item")
         self._files["lengths"].write(np.asarray(lengths, dtype="<i4").tobytes())
         ends = np.arange(self._sequences + 1, self._sequences + len(lengths) + 1, dtype="<i8")
+        if marks is not None:
+            self._files["modes"].write((marks & TARGETS).astype("<i1").tobytes())
+            ends = ends[marks & LAST_OF_DOCUMENT > 0]
         self._files["documents"].write(ends.tobytes())
         self._sequences += len(lengths)
-        self._documents += len(lengths)
+        self._documents += len(ends)
 
     def end_document(self) -> None:
         """End a document, which consists of the sequences added since the previous one."""

@@ -1,8 +1,9 @@
 """Finished parts of encoding, in a folder that one run holds at a time and from which the next run resumes.
 
 key             hash of the work; locked by the run and its worker processes
-00000000.part   a part: ids of its documents | their lengths, int32 | their texts' hashes, uint64 |
-                a record of its content, JSON | bytes of the JSON, uint64
+00000000.part   a part: ids of its documents | lengths of their sequences, int32 | their texts' hashes, uint64 |
+                marks of the sequences, int8, if they are conversations | a record of its content, JSON |
+                bytes of the JSON, uint64
 
 The record has the CRC-32 of what is before it, by which a later run finds parts that a power failure cut or zeroed. So
 encoding does not wait until each part is on the disk.
@@ -21,7 +22,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from megapar.data.lazy_numpy import np
 from megapar.data.text.chunks import BadRecords
@@ -119,7 +120,8 @@ class PartWriter:
         self._file = open(self._aside, "wb")  # noqa: SIM115
         self._lengths: list[bytes] = []
         self._hashes: list[bytes] = []
-        self._crc = 0
+        self._marks: list[bytes] = []
+        self._sequences = self._crc = 0
 
     def __enter__(self) -> PartWriter:
         return self
@@ -128,17 +130,24 @@ class PartWriter:
         self._file.close()
         self._aside.unlink(missing_ok=True)
 
-    def add(self, tokens: np.ndarray, lengths: np.ndarray, hashes: np.ndarray) -> None:
-        """Add n documents: the ids ``tokens`` [T] of all, ``lengths`` [n] with sum T, and ``hashes`` [n] uint64."""
+    def add(self, tokens: np.ndarray, lengths: np.ndarray, hashes: np.ndarray, marks: np.ndarray | None = None) -> None:
+        """Add n documents of s sequences: ids ``tokens`` [T], ``lengths`` [s] with sum T, ``hashes`` [n] uint64.
+
+        Without ``marks`` [s] int8 (see ``indexed.TARGETS``), each document is a sequence.
+        """
         self._write(tokens.astype(tokens.dtype.newbyteorder("<"), copy=False).data)
         self._lengths.append(lengths.astype("<i4").tobytes())
         self._hashes.append(hashes.astype("<u8").tobytes())
+        self._sequences += len(lengths)
+        if marks is not None:
+            self._marks.append(marks.astype("<i1").tobytes())
 
     def finish(self, done: Done) -> None:
         """Write the record of the part's content and rename the file."""
         size = self._file.tell()
-        self._write(b"".join((*self._lengths, *self._hashes)))
-        record = json.dumps({**asdict(done), "bytes": size, "crc": self._crc}).encode()
+        self._write(b"".join((*self._lengths, *self._hashes, *self._marks)))
+        content = {"bytes": size, "sequences": self._sequences, "marked": bool(self._marks), "crc": self._crc}
+        record = json.dumps({**asdict(done), **content}).encode()
         self._file.write(record + _END.pack(len(record)))
         self._file.close()
         os.replace(self._aside, self._path)
@@ -165,20 +174,34 @@ def parts_in(folder: Path) -> int:
     return len(list(folder.glob(f"*{_SUFFIX}")))
 
 
-@contextmanager
-def opened(folder: Path, number: int) -> Iterator[tuple[IO[bytes], np.ndarray, np.ndarray]]:
-    """Open a finished part; yield the file, positioned at its ids, and its documents' lengths and hashes.
+class OpenedPart(NamedTuple):
+    """A finished part.
 
-    The lengths are [n] int32, the hashes of the documents' texts [n] uint64.
+    Attributes:
+        ids: The file, positioned at its ids.
+        lengths: [s] int32, of its sequences.
+        hashes: [n] uint64, of the texts of its documents.
+        marks: [s] int8, of its sequences; None if each is a document.
     """
+
+    ids: IO[bytes]
+    lengths: np.ndarray
+    hashes: np.ndarray
+    marks: np.ndarray | None
+
+
+@contextmanager
+def opened(folder: Path, number: int) -> Iterator[OpenedPart]:
+    """Open a finished part."""
     with open(_path(folder, number), "rb") as file:
         record = _record(file)
         assert record is not None, f"part {number} is not finished"
         file.seek(record["bytes"])
-        lengths = np.frombuffer(file.read(4 * record["documents"]), dtype="<i4")
+        lengths = np.frombuffer(file.read(4 * record["sequences"]), dtype="<i4")
         hashes = np.frombuffer(file.read(8 * record["documents"]), dtype="<u8")
+        marks = np.frombuffer(file.read(record["sequences"]), dtype="<i1") if record["marked"] else None
         file.seek(0)
-        yield file, lengths, hashes
+        yield OpenedPart(file, lengths, hashes, marks)
 
 
 def _record(file: IO[bytes]) -> dict[str, Any] | None:
@@ -195,7 +218,8 @@ def _record(file: IO[bytes]) -> dict[str, Any] | None:
         record: dict[str, Any] = json.loads(file.read(length))
     except ValueError:
         return None
-    end = record["bytes"] + 12 * record["documents"]
+    record = {"sequences": record["documents"], "marked": False, **record}  # absent in older parts
+    end = record["bytes"] + (5 if record["marked"] else 4) * record["sequences"] + 8 * record["documents"]
     return {**record, "end": end} if end + length + _END.size == size else None
 
 

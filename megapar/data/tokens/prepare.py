@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from megapar.data.chat.chat_encoder import ChatSettings
 from megapar.data.text.chunks import TextChunk, dataset_chunks
 from megapar.data.text.source import check_first_records, open_sources
 from megapar.data.tokenizers.load import load_tokenizer
@@ -27,6 +28,7 @@ def prepare(
     append_end: bool = True,
     skip_bad: bool = False,
     overwrite: bool = False,
+    chat: ChatSettings | None = None,
     progress: Progress = lambda done, total, result: None,
     report: Callable[[str], object] = lambda text: None,
 ) -> Done:
@@ -43,13 +45,14 @@ def prepare(
         append_end: Append the end token to each document.
         skip_bad: Skip and count broken records; otherwise the first one stops the work.
         overwrite: Replace existing files, which are otherwise an error.
+        chat: The records are conversations, encoded with these settings (see ``encode.Encoding``).
         report: Called with a message about the files of a folder that are skipped.
     """
     output = _prefix(output)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each of the workers uses one core
     tokenizer = load_tokenizer(tokenizer_model)
-    encoding = Encoding.of(tokenizer, append_end=append_end, skip_bad=skip_bad)
-    chunks = tuple(input_chunks(paths, dataset, split, field, report, check_first=not skip_bad))
+    encoding = Encoding.of(tokenizer, append_end=append_end, skip_bad=skip_bad, chat=chat)
+    chunks = tuple(input_chunks(paths, dataset, split, field, report, check_first=not skip_bad and chat is None))
     names = ", ".join((*paths, *filter(None, [dataset])))
     job = EncodeJob(output, f"{output}.parts", chunks, encoding, tokenizer_model, names)
     if not overwrite:

@@ -20,12 +20,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import megapar
 from megapar.data.cache import cache_folder, hash_parts, make_once
+from megapar.data.chat.chat_encoder import ChatSettings
 from megapar.data.text.chunks import TextChunk, skipped_text
 from megapar.data.text.source import TextSource, check_first_records, sources_hash
 from megapar.data.tokenizers.load import load_tokenizer
@@ -61,22 +62,24 @@ class TokenCache:
     Attributes:
         path: The file or folder of the tokenizer; None if no other process can load it.
         skip_bad: Skip broken records and note them; otherwise the first one is raised.
+        chat: See ``Encoding``.
     """
 
     tokenizer: Tokenizer
     path: Path | None
     skip_bad: bool = False
+    chat: ChatSettings | None = None
 
     def open(self, sources: Sequence[TextSource]) -> EncodedText:
         """Return the documents of the sources, encoding them if they are not in the cache.
 
         Any number of processes may call this at once. Raises DataError if a source is broken or has no documents.
         """
-        encoding = Encoding.of(self.tokenizer, skip_bad=self.skip_bad)
+        encoding = Encoding.of(self.tokenizer, skip_bad=self.skip_bad, chat=self.chat)
         skipping = ("skip",) if self.skip_bad else ()
         # A content hash names the same bytes, however long a document may be.
         content = (sources_hash(sources), self.tokenizer.fingerprint(), str(encoding.end))
-        key = hash_parts(str(VERSION), str(LONGEST_LINE), *content, *skipping)
+        key = hash_parts(str(VERSION), str(LONGEST_LINE), *content, *skipping, *encoding.of_chat)
         folder = make_once(f"tokens/{key}", lambda made: self._encode(sources, encoding, made))
         notes = folder / _NOTES
         messages = json.loads(notes.read_text(encoding="utf-8")) if notes.exists() else ()
@@ -85,7 +88,7 @@ class TokenCache:
     def _encode(self, sources: Sequence[TextSource], encoding: Encoding, folder: Path) -> None:
         """Write one entry to a temporary ``folder``, which has the entry's name."""
         folder.mkdir()
-        if not self.skip_bad:
+        if not self.skip_bad and self.chat is None:
             check_first_records(sources)
         chunks = tuple(chunk for source in sources for chunk in source.chunks())
         parts = cache_folder() / "tokens" / f".{folder.name}.parts"
@@ -129,7 +132,10 @@ def encode_in_process(job: EncodeJob, workers: int) -> Done:
 
 def _job(fields: Mapping[str, Any]) -> EncodeJob:
     chunks = tuple(TextChunk(**chunk) for chunk in fields["chunks"])
-    return EncodeJob(**{**fields, "chunks": chunks, "encoding": Encoding(**fields["encoding"])})
+    encoding = Encoding(**fields["encoding"])
+    if encoding.chat is not None:
+        encoding = replace(encoding, chat=ChatSettings(**fields["encoding"]["chat"]))
+    return EncodeJob(**{**fields, "chunks": chunks, "encoding": encoding})
 
 
 def main() -> None:

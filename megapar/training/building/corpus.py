@@ -9,11 +9,13 @@ from math import gcd
 
 from megapar.arguments import Config
 from megapar.config.draft import is_given
+from megapar.config.run import SFT
 from megapar.core.comm.axis import Axis
 from megapar.core.comm.world import World
 from megapar.core.context_parallel.positions import SequenceLayout, choose_layout
 from megapar.data import corpus
 from megapar.data.batches import Collate, Loader, pinned
+from megapar.data.conversation_blend import ChatOptions
 from megapar.data.corpus import Corpus
 from megapar.data.fetched import fetched
 from megapar.data.own_data import CheckedPieces, OwnData
@@ -21,7 +23,7 @@ from megapar.data.reduced_batch import context_parallel_collate, unpadded_collat
 from megapar.data.sample_maker import Packing
 from megapar.data.sampling.skipping import Range, Skipping
 from megapar.data.tasks.build import TaskData
-from megapar.data.text.source import PYTHON
+from megapar.data.text.source import MOCK, PYTHON
 from megapar.data.tokenizers.load import fetched_tokenizer
 from megapar.errors import Complaint, ConfigError
 from megapar.files.uri import is_stored
@@ -40,6 +42,8 @@ def with_fetched_data(config: Config) -> Config:
 def make_corpus(config: Config) -> Corpus:
     """Return samples, tokenizer and held-out samples. Needs no process group. Raises DataError or ConfigError."""
     data = config.data
+    if data.task == SFT and data.data_path != (MOCK,):
+        return _conversations(config)
     return corpus.build(
         config.kind,
         data_path=data.data_path,
@@ -68,6 +72,31 @@ def _stored_tokenizer(config: Config) -> str | None:
         if root and is_stored(root) and (found := fetched_tokenizer(root)) is not None:
             return str(found)
     return None
+
+
+def _conversations(config: Config) -> Corpus:
+    data = config.data
+    assert data.tokenizer_model is not None
+    assert data.chat_date is not None
+    chat = ChatOptions(
+        template=data.chat_template,
+        day=data.chat_date,
+        turns=data.sft_turns,
+        packing=data.sft_packing,
+        overlong=data.sft_overlong,
+        loss=data.sft_loss,
+    )
+    return corpus.of_conversations(
+        chat,
+        data_path=data.data_path,
+        eval_data_path=data.eval_data_path or (None if config.training.eval_interval else ()),
+        split=data.split,
+        tokenizer_model=data.tokenizer_model,
+        vocab_size=config.model.vocab_size,
+        seq_length=config.model.seq_length,
+        seed=config.training.seed,
+        skip_bad=data.on_bad_record == "skip",
+    )
 
 
 def _task_data(config: Config) -> TaskData | None:

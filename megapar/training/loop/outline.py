@@ -71,7 +71,8 @@ def _check_saved(config: Config, sizes: ModelSizes) -> str:
         message = f"--load {saved.load}: {folder.name} is a checkpoint of another model: {changes}."
         fix = "Pass the flags that it was trained with, or the folder of another run."
         complaints.append(Complaint("checkpoint-model", message, fix))
-    trained = None if weights_only or saved.no_load_optim else stored_schedule(folder)
+    steps_known = not config.training.train_epochs  # else with the data, and the run compares the schedules
+    trained = None if weights_only or saved.no_load_optim or not steps_known else stored_schedule(folder)
     if trained is not None and not config.optimizer.override_opt_param_scheduler:
         steps = stored_scalars(folder).get("optimizer_steps")
         other = another_schedule(trained, schedule_of(config), steps if isinstance(steps, int) else 0)

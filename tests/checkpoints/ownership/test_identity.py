@@ -6,14 +6,17 @@ import json
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megapar.arguments import parse
+from megapar.checkpoints.ownership.data_facts import DataFacts
 from megapar.checkpoints.ownership.identity import HELDOUT_ORDER, Identity, code_hash
 from megapar.data.cache import cache_folder
+from megapar.data.fingerprint import Fingerprint
 from megapar.data.tokenizers.load import load_stored_tokenizer, store_tokenizer
 from megapar.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
 from megapar.data.tokenizers.sentencepiece_tokenizer import train as train_model
@@ -361,3 +364,29 @@ def test_the_question_reads_no_large_data(runs: Runs, monkeypatch: pytest.Monkey
     write_text(Path(runs.a), 6)
     monkeypatch.setattr("megapar.checkpoints.ownership.identity.READ_AT_ONCE", 1 << 20)
     assert "different content" in runs.asked(4, [runs.a])
+
+
+CHAT = {"template": "a", "day": "2026-07-26", "turns": "all", "packing": "best_fit", "overlong": "stop", "packs": "1"}
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "text"),
+    [
+        (CHAT, CHAT, None),
+        (CHAT, {**CHAT, "day": "2026-07-27"}, None),  # the template does not ask
+        (CHAT, {**CHAT, "packs": "2"}, "packs is 1 there and 2 here"),
+        (CHAT, {**CHAT, "packs": "2", "turns": "last"}, "other samples: turns is all there and last here$"),
+        (CHAT, {}, "conversations there and text here"),
+        (None, CHAT, "text there and conversations here"),
+        (CHAT, None, None),  # not read yet
+        (None, {}, None),
+    ],
+)
+def test_conversations_are_compared_by_their_packs(
+    there: dict[str, str] | None, here: dict[str, str] | None, text: str | None
+) -> None:
+    facts = DataFacts((Fingerprint("a", "1", None, "text"),), "95,5", 7, 64)
+    before = DataFacts.from_json(replace(facts, chat=there).to_json())
+    found = before.differences(replace(facts, chat=here))
+    assert [one.field for one in found] == ([] if text is None else ["chat"])
+    assert text is None or re.search(text, found[0].text)

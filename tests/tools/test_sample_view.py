@@ -1,0 +1,68 @@
+"""``megapar data show``: a sample as stretches of text, in a terminal and as a page."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megapar.tools.main import main
+from megapar.tools.sample_view import Stretch, page, terminal
+from tests.support.chat import save_tokenizer, turns
+
+ROWS = [
+    Stretch(0, 3, 0, 0, 0.0, "<b>hi</b>\n"),
+    Stretch(3, 5, 0, 3, 0.5, "\x1b[31mred"),
+    Stretch(5, 6, 1, 0, 0.0, "new"),
+]
+
+
+def test_a_terminal_gets_no_control_characters_of_the_data() -> None:
+    assert terminal(ROWS, colour=False).splitlines() == [
+        "document 0      0-2      weight      -  <b>hi</b>\\n",
+        "document 0      3-4      weight    0.5  \\x1b[31mred",
+        "document 1      0-0      weight      -  new",
+    ]
+    assert "\x1b[1;31m\\x1b[31mred\x1b[0m" in terminal(ROWS, colour=True)
+
+
+def test_a_page_is_escaped_and_loads_nothing() -> None:
+    text = page(ROWS, "sample of <a>")
+    assert "&lt;b&gt;hi&lt;/b&gt;" in text
+    assert "<h1>sample of &lt;a&gt;</h1>" in text
+    assert '<b style="background:#dbeafe" title="document 0, positions 3 to 4, weight 0.5">' in text
+    assert "http" not in text
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    save_tokenizer(tmp_path / "tokenizer")
+    records = ({"messages": turns("Hi", "A river"), "n": n} for n in range(2))
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return [str(tmp_path / "chat.jsonl"), "--tokenizer-model", str(tmp_path / "tokenizer")]
+
+
+def test_a_sample_of_conversations(files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "page.html"
+    assert main(["data", "show", *files, "--seq-length", "99", "--split", "100,0", "--html", str(target)]) == 0
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert "2 documents" in head
+    learned = [line for line in lines if "weight      1" in line]
+    assert [line.split("  ")[-1] for line in learned] == ["A river<|im_end|>"] * 2
+    assert "A river&lt;|im_end|&gt;</b>" in target.read_text()
+
+
+def test_it_needs_no_torch(files: list[str]) -> None:
+    """Where it is not installed; where it is, transformers imports it."""
+    code = "import sys; sys.modules['torch'] = None; from megapar.tools.main import main; sys.exit(main(sys.argv[1:]))"
+    done = subprocess.run([sys.executable, "-c", code, "data", "show", *files, "--split", "100,0"], check=False)
+    assert done.returncode == 0
+
+
+def test_a_day_that_is_none_is_refused(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "show", *files, "--chat-date", "26.7."]) == 1
+    assert "--chat-date 26.7." in capsys.readouterr().err
