@@ -89,6 +89,7 @@ LAYOUTS: dict[str, tuple[int, int, str, str, tuple[str, ...]]] = {
     "pp": (2, 1, "token", "moe", ("--pp-degree", "2")),
     "ep": (2, 2, "conversation", "moe", ("--ep-degree", "2", "--sharding-stage", "2")),
     "cp ep mtp": (4, 1, "token", "moe", (*CP, "--ep-degree", "2", "--mtp-depth", "1")),
+    "cp windows": (2, 1, "token", "moe", (*CP, *WINDOWS[2:])),
     "mp windows": (2, 1, "token", "moe", ("--mp-degree", "2", *WINDOWS[2:])),
 }
 OF_THE_MODEL = {"--mtp-depth", "--window-size"}

@@ -12,7 +12,7 @@ from typing import Any
 from tests.flags.observe import Seen, observe
 from tests.flags.table import COMMON, SMALL
 from tests.fuzz.option import spell_all
-from tests.support.chat import CHATML, save_tokenizer, write_conversations
+from tests.support.chat import CHATML, conversations, save_tokenizer
 
 WORDS = ("red", "green", "blue", "river", "stone", "ancient", "quickly", "walks", "sees", "under", "mountain", "paper")
 SAVED = 4
@@ -31,7 +31,10 @@ def make(folder: Path) -> None:
     (folder / "three.yaml").write_text("num_layers: 3\n")
     _datasets(folder)
     _tokenizer(folder)
-    write_conversations(folder / "chat.jsonl", 8, words=4)
+    talks = (
+        {**talk, "text": " ".join(one["content"] for one in talk["messages"])} for talk in conversations(8, words=4)
+    )
+    (folder / "chat.jsonl").write_text("".join(json.dumps(talk) + "\n" for talk in talks))
     (folder / "dated.jinja").write_text("{{ strftime_now('%d %B %Y') }}" + CHATML)
     save_tokenizer(folder / "chat_tokenizer")
     _runs(folder)

@@ -251,7 +251,7 @@ TOGETHER: Mapping[str, Shown] = {
     "split": Shown(base=TEXT),
     "tokenizer_model": Shown(base=TEXT, value="{tokenizer.model}"),
     "data_source": Shown(base=TOKENS, needs={"hf_dataset": "{dataset}", "data_path": None}),
-    "task": Shown("error", {**TALK, "task": None, "chat_date": None}),
+    "task": Shown(base={**TALK, "task": None, "chat_date": None}, value="sft"),
     "sft_turns sft_loss sft_packing": Shown(base=TALK),
     "sft_overlong": Shown("error", {**TALK, "seq_length": 40}),
     "chat_template": Shown(base=TALK, value="{dated.jinja}"),
