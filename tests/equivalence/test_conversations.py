@@ -21,7 +21,7 @@ from tests.model.conformance import theirs
 from tests.model.conformance.exact import widened
 from tests.model.conformance.rows import Row
 from tests.support.chat import conversations, save_tokenizer, turns
-from tests.support.ranks import run_ranks, side_by_side
+from tests.support.ranks import RanksFailed, run_ranks, side_by_side
 
 S, SEED = 160, 7
 MARKED = (
@@ -134,7 +134,10 @@ def test_three_epochs_with_two_resumes_on_other_layouts(files: Files, tmp_path: 
     whole = run(1, base, until=steps + 1)
     assert len(whole.losses) == steps
     load = (*save, "--load", str(tmp_path / "save"))
-    first = run(2, (*base, *save), until=1)
+    first = run(2, (*base, *save, "--chat-date", "2024-02-29"), until=1)
+    assert parse("moe", (*base, *load), {}).data.chat_date == "2024-02-29"  # that of the first start
+    with pytest.raises(RanksFailed, match="other samples: turns is all there and last here"):
+        run(1, (*base, *load, "--sft-turns", "last"), until=3)
     second = run(1, (*base, *load, "--micro-batch-size", "2"), until=3)
     third = run(2, (*base, *load, "--micro-batch-size", "2"), until=steps + 1)
     assert [len(each.losses) for each in (first, second, third)] == [1, 2, steps - 3]
