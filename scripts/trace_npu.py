@@ -13,6 +13,7 @@ import collections
 import inspect
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -126,7 +127,11 @@ def schemas() -> Iterator[str]:
 
 def profiler_lacks(device: NpuDevice) -> Iterator[str]:
     """Yield the methods of torch's profiler that ``--profile`` calls and the vendor's has not."""
-    profiler = device.new_profiler()
+    here = os.getcwd()
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)  # a new one writes its settings where it is
+        profiler = device.new_profiler()
+        os.chdir(here)
     for method in ("start", "stop", "export_chrome_trace"):
         if not callable(getattr(profiler, method, None)):
             yield f"the vendor's profiler has no {method}"
