@@ -529,7 +529,10 @@ class DecoderSizes(ModelSizes):
             RopeScaling(**scaling) if scaling else None
             for scaling in (facts.get("rope_scaling"), (window_rope or {}).get("scaling"))
         )
-        parts = {"moe": MoeSizes(**moe) if moe else None, "rope_scaling": scaling}
-        parts["window_rope"] = Rope(window_rope["theta"], window_scaling) if window_rope else None
+        parts = {
+            "moe": MoeSizes(**moe) if moe else None,
+            "rope_scaling": scaling,
+            "window_rope": Rope(window_rope["theta"], window_scaling) if window_rope else None,
+        }
         lists = {name: tuple(facts.get(name, ())) for name in ("moe_widths", "moe_pattern")}
         return super().from_facts({**facts, **parts, **lists})
