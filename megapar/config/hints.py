@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
 from types import MappingProxyType
 
 from megapar.schema.rule import either
@@ -76,6 +78,15 @@ decr-every-n-nan-or-inf | --hysteresis
 incr-ratio decr-ratio | --loss-scale-factor, by which the scale grows and shrinks
 k-steps | --gradient-merge-acc-step
 enable | To turn a block's feature off, leave the whole block out.
+sliding-window attention-window local-window | --window-size
+fp8-format fp8-recipe | --fp8
+fp32 tf32 | --dtype fp32
+muon use-muon | --optimizer muon
+lora lora-rank lora-r lora-alpha lora-dim lora-dropout use-lora peft adapter qlora load-in-4bit | All weights are \
+trained: adapters (LoRA) are outside megapar (docs/not_here.md).
+dpo grpo ppo reward-model | Reinforcement learning is outside megapar (docs/not_here.md).
+s3 s3-bucket bucket | --save and --load take URIs such as s3://BUCKET/FOLDER.
+chat chat-data messages | --task sft
 avg | Gradients of merged micro-batches are always averaged: only true is supported.
 topology | --rank-order and the degrees of the axes
 loss-fn | Leave it out: the last stage ends with the trainer's loss (docs/pipeline.md).
@@ -127,11 +138,33 @@ f-then-b fthenb | gpipe
 )
 
 
+FEATURES = Path(__file__).parents[1] / "tools" / "translation" / "tables" / "features.txt"
+"""Features of Megatron-LM that megapar does not have: sections ``[verdict | reason]``, each with its arguments."""
+
+
+@cache
+def absent_features() -> Mapping[str, str]:
+    """Return the reasons why arguments of Megatron-LM have no flag here, by their names."""
+    found: dict[str, str] = {}
+    reason = ""
+    for line in FEATURES.read_text(encoding="utf-8").partition("\n\n")[2].splitlines():
+        if line.startswith("["):
+            reason = line.rstrip("]").partition(" | ")[2]
+        else:
+            found |= {name.rstrip("="): reason for name in line.split()}
+    return MappingProxyType(found)
+
+
 def near_flag(name: str, known: Iterable[str]) -> str:
-    """Suggest a replacement for an unknown flag; all names are in normal form, without leading hyphens."""
+    """Suggest a replacement for an unknown flag; all names are in normal form, without leading hyphens.
+
+    What other programs call it comes before names that are spelled alike.
+    """
     if name in ELSEWHERE:
         hint = ELSEWHERE[name]
         return f"Did you mean {hint}?" if hint.startswith("--") else hint
+    if reason := absent_features().get(name):
+        return f"In Megatron-LM this is a feature that megapar does not have: {reason}."
     known = list(known)
     longer = sorted((other for other in known if other.startswith(f"{name}-")), key=len)[:3]
     close = longer or get_close_matches(name, known, 3, 0.85)

@@ -37,8 +37,9 @@ class Unsupported(ValueError):
 
 
 def read_config(folder: Place) -> dict[str, Any]:
-    """Read config.json of a model folder. Raises Unsupported if it is missing or not JSON."""
-    path = at(folder) / CONFIG_FILE
+    """Read config.json of a model folder, or a file ``*.json``. Raises Unsupported if it is missing or not JSON."""
+    is_file = str(folder).endswith(".json")
+    path = at(folder) if is_file else at(folder) / CONFIG_FILE
     try:
         content = path.content()
         other = not_this(content[:HEAD_BYTES])
@@ -47,7 +48,8 @@ def read_config(folder: Place) -> dict[str, Any]:
         if (at(folder) / "adapter_config.json").is_file():
             fix = "merge it into its model with merge_and_unload of peft, and pass the folder of the result"
             raise Unsupported(f"{folder} is an adapter (LoRA), not a model: {fix}") from error
-        raise Unsupported(f"{folder} contains no config.json, which every published model has") from error
+        lacks = "does not exist" if is_file else "contains no config.json, which every published model has"
+        raise Unsupported(f"{folder} {lacks}") from error
     except (OSError, ValueError) as error:
         raise Unsupported(f"{path} cannot be read ({error})") from error
     if other:

@@ -1,14 +1,19 @@
-"""``megapar configs``: lists the configurations of the package, or prints one of them."""
+"""``megapar configs``: lists the configurations of the package, prints one, or makes one of a published config.json."""
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from argparse import ArgumentParser
 from collections.abc import Sequence
+from typing import Any
 
+from megapar.config.config import FLAGS
+from megapar.config.published import Unsupported, architecture_of, flags_of, read_config, remarks
 from megapar.config.yaml_file import FOLDER, SUFFIX, near_preset, preset_names
 from megapar.schema.flag import SCRIPTS
+from megapar.schema.published import Json
 from megapar.tools.parser import Parser
 
 KIND_OF_SCRIPT = {script: kind for kind, script in SCRIPTS.items()}
@@ -21,14 +26,23 @@ def make_parser() -> ArgumentParser:
         description="List the configurations of the package with the model that each is for (megapar pretrain MODEL "
         "--config NAME), or print one of them, as in: megapar configs tiny > my.yaml",
     )
-    parser.add_argument("name", nargs="?", metavar="NAME", help="print this configuration")
+    printed = parser.add_mutually_exclusive_group()
+    printed.add_argument("name", nargs="?", metavar="NAME", help="print this configuration")
+    printed.add_argument(
+        "--from-hf",
+        metavar="PATH",
+        help="print the configuration that trains a published model from random weights: PATH is its folder or "
+        "config.json, and each line names the key that it comes from",
+    )
     return parser
 
 
 def main(argv: Sequence[str]) -> int:
-    """List the configurations, or print one. Return 0, or 2 if there is none of that name."""
-    name = make_parser().parse_args(argv).name
-    if name is None:
+    """List the configurations, or print one. Return 0, or 2 if there is none."""
+    args = make_parser().parse_args(argv)
+    if args.from_hf is not None:
+        return _print_published(args.from_hf)
+    if (name := args.name) is None:
         print(listing())
         return 0
     path = FOLDER / f"{name.removesuffix(SUFFIX)}{SUFFIX}"
@@ -38,6 +52,53 @@ def main(argv: Sequence[str]) -> int:
         return 2
     sys.stdout.write(path.read_text(encoding="utf-8"))
     return 0
+
+
+def _print_published(path: str) -> int:
+    try:
+        sys.stdout.write(published_yaml(read_config(path), path))
+    except Unsupported as error:
+        print(f"megapar configs: --from-hf {path}: {error}.", file=sys.stderr)
+        return 2
+    return 0
+
+
+def published_yaml(config: Json, source: str) -> str:
+    """Return the YAML file of a config.json's model: the flags that are not at their defaults, each with its key.
+
+    Raises Unsupported for a model that megapar does not train.
+    """
+    architecture = architecture_of(config)
+    kind, flags = flags_of(config)
+    if not flags.get("mtp_depth"):
+        flags.pop("mtp_block", None)  # of a class with such a block, in a model without one
+    keys = {setting.flag: setting.name for setting in architecture.settings if setting.flag}
+    lines = [
+        (f"{name}: {_yaml(flags[name])}", keys.get(name, architecture.name))
+        for name, flag in FLAGS.items()
+        if flags.get(name) is not None and flags[name] != flag.defaults[kind]
+    ]
+    width = max(len(text) for text, _ in lines)
+    notes = [f"# Not in it: {remark}." for remark in remarks(config)]
+    header = [
+        f"# {architecture.name} from random weights, with the sizes of {source}; any of them may be changed.",
+        f"# Add data, batch, rate, steps and layout, as in: megapar pretrain {kind} --config FILE --data-path PATH ...",
+        *notes,
+        f"script: {SCRIPTS[kind]}",
+    ]
+    return "\n".join([*header, *(f"{text:{width}}  # {key}" for text, key in lines)]) + "\n"
+
+
+def _yaml(value: Any) -> str:
+    if (
+        isinstance(value, str)
+        and re.fullmatch(r"[A-Za-z][\w-]*", value)
+        and value not in ("on", "off", "true", "false")
+    ):
+        return value
+    if isinstance(value, float) and "." not in (text := repr(value)):
+        return text.replace("e", ".0e")  # YAML 1.1 reads 1e-06 as text
+    return json.dumps(list(value) if isinstance(value, tuple) else value)
 
 
 def listing() -> str:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -13,8 +14,13 @@ from pathlib import Path
 import pytest
 
 from megapar import __version__
+from megapar.arguments import parse
+from megapar.config.published import flags_of
 from megapar.config.yaml_file import FOLDER, preset_names
+from megapar.model.architectures import ARCHITECTURES
+from megapar.model.spec import spec_of
 from megapar.tools.main import main
+from tests.model.test_architectures import SIZES, settings_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,6 +45,38 @@ def test_configs_prints_a_file_to_copy(name: str, capsys: pytest.CaptureFixture[
 def test_configs_refuses_what_the_package_has_not(name: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["configs", name]) == 2
     assert hint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_configs_of_a_published_model_train_that_model(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = ARCHITECTURES[name].config(settings_of(name))
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    assert main(["configs", "--from-hf", str(tmp_path)]) == 0
+    (tmp_path / "its.yaml").write_text(capsys.readouterr().out, encoding="utf-8")
+    kind, flags = flags_of(config)
+    sizes = parse(kind, ["--config", str(tmp_path / "its.yaml"), "--data-path", "mock", "--seq-length", "8"]).model
+    settings = spec_of(sizes).published.settings(sizes)
+    assert {flag: settings[flag] for flag in flags} == flags
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (None, "does not exist"),
+        ('{"architectures": ["Gemma2ForCausalLM"]}', "which caps scores and logits"),
+        ('{"architectures": ["LlamaForCausalLM"]}', "lacks 'vocab_size'"),
+    ],
+)
+def test_configs_refuses_what_cannot_be_trained(
+    text: str | None, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "model.json"
+    if text is not None:
+        path.write_text(text, encoding="utf-8")
+    assert main(["configs", "--from-hf", str(path)]) == 2
+    assert reason in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
