@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,15 +23,40 @@ from megapar.training.building.attention_backend import attention_kernels
 SHOWN_STAGES = 16
 
 
-def describe(plan: Plan) -> str:
-    """Format the page that ``megapar plan`` prints."""
-    return "\n".join([*_head(plan), *_ranks(plan), *_memory(plan), *_traffic(plan), *_speed(plan), ""])
+def describe(plan: Plan, *, groups: bool = False, width: int = 0) -> str:
+    """Format the page that ``megapar plan`` prints: the verdict, what it assumes, ranks, memory, messages, time.
+
+    Args:
+        groups: List the ranks of all process groups.
+        width: Characters of a line. 0: as many as the tables need.
+    """
+    parts = (
+        _verdict(plan),
+        _assumptions(plan),
+        _ranks(plan, groups),
+        _memory(plan, width),
+        _traffic(plan),
+        _time(plan),
+    )
+    return "\n".join([line for part in parts for line in part] + [""])
 
 
-def _head(plan: Plan) -> Iterator[str]:
-    counts, grid = plan.counts, plan.config.grid
+def _verdict(plan: Plan) -> Iterator[str]:
+    counts, world, speed = plan.counts, plan.config.grid.world_size, plan.speed
     active = f", {billions(counts.active)} active per token" if counts.active != counts.total else ""
-    yield f"megapar plan: {grid.world_size} x {plan.kind.title}, {billions(counts.total)} parameters{active}"
+    yield f"megapar plan: {world} x {plan.kind.title}, {billions(counts.total)} parameters{active}"
+    fullest = f"{_gib(plan.fullest.reserved)} of {_gib(plan.kind.memory_bytes)} on stage {plan.fullest.stage}"
+    yield f"  fits           {fullest}" if plan.fits else f"  DOES NOT FIT   {plan.advice()}"
+    yield f"  step           {speed.step_seconds:.3f} s for {plan.tokens_per_step:,} tokens"
+    yield f"  MFU            {speed.mfu:.1%} of {_teraflops(plan.kind.peak(plan.run.dtype))}"
+    yield f"  tokens/s       {speed.tokens_per_second:,.0f}, {speed.tokens_per_second / world:,.0f} per device"
+    hours = f"{plan.days * 24 * world:,.0f} device-hours"
+    yield f"  whole run      {_duration(plan.days)}, {hours}, for {plan.token_budget:.4g} tokens"
+
+
+def _assumptions(plan: Plan) -> Iterator[str]:
+    grid = plan.config.grid
+    yield ""
     if more := plan.run.training_parameters:
         yield f"multi-token prediction: {billions(more)} parameters more, in training only"
     yield f"vocabulary: {plan.config.model.vocab_size:,} rows ({_source_of_rows(plan)})"
@@ -47,31 +73,41 @@ def _head(plan: Plan) -> Iterator[str]:
         yield f"note: {note}"
     for warning in plan.config.warnings:
         yield f"warning: {warning}"
-    fullest = f"{_gib(plan.fullest.reserved)} of {_gib(plan.kind.memory_bytes)} on stage {plan.fullest.stage}"
-    yield f"fits ({fullest})" if plan.fits else f"DOES NOT FIT: {plan.advice()}"
 
 
-def _ranks(plan: Plan) -> Iterator[str]:
+def _ranks(plan: Plan, groups: bool) -> Iterator[str]:
     yield ""
-    yield "ranks"
+    yield "ranks" if groups else "ranks (--ranks lists those of all groups)"
     yield f"  {plan.config.grid.describe()}"
-    for line in group_lines(plan.config.grid):
+    for line in group_lines(plan.config.grid) if groups else ():
         yield f"  {line}"
 
 
-def _memory(plan: Plan) -> Iterator[str]:
-    names = ("parameters", "gradients", "optimizer", "activations", "buffers", "peak", "groups", "reserved", "host")
-    yield ""
-    yield "memory of a rank, GiB        " + "".join(f"{name:>12}" for name in names) + "  highest"
+_COLUMNS = ("parameters", "gradients", "optimizer", "activations", "buffers", "peak", "groups", "reserved", "host")
+_SHORT = ("param", "grad", "optim", "activ", "buffers", "peak", "groups", "reserved", "host")
+
+
+def _memory(plan: Plan, width: int) -> Iterator[str]:
+    """Yield the table of stages. A narrow one has short names and no empty column; below 110, no layers or moments."""
     stages = plan.memory
     shown = stages if len(stages) <= SHOWN_STAGES else (*stages[: SHOWN_STAGES - 3], *stages[-3:])
+    narrow, bare = 0 < width < 150, 0 < width < 110
+    columns = [
+        (name, f"{short if narrow else name:>{max(7, len(short) + 1) if narrow else 12}}")
+        for name, short in zip(_COLUMNS, _SHORT, strict=True)
+        if not narrow or any(getattr(memory, name) for memory in stages)
+    ]
+    label_width = 18 if bare else 27
+    yield ""
+    title = "GiB of a rank" if bare else "memory of a rank, GiB"
+    yield f"{title:{label_width + 2}}" + "".join(title for _, title in columns) + ("" if bare else "  highest")
     for memory in shown:
         chunks = plan.run.stages.on(memory.stage)
-        layers = sum(len(chunk.layers) for chunk in chunks)
+        layers = "" if bare else f": {sum(len(chunk.layers) for chunk in chunks)} layers"
         ends = (" +emb" if any(c.first for c in chunks) else "") + (" +head" if any(c.last for c in chunks) else "")
-        label = f"stage {memory.stage}: {layers} layers{ends}"
-        cells = "".join(f"{getattr(memory, name) / GIBIBYTE:12.2f}" for name in names)
-        yield f"  {label:27}{cells}  in {memory.moment}"
+        label = f"stage {memory.stage}{layers}{ends}"
+        cells = "".join(f"{getattr(memory, name) / GIBIBYTE:{len(title)}.2f}" for name, title in columns)
+        yield f"  {label:{label_width}}{cells}" + ("" if bare else f"  in {memory.moment}")
     if len(shown) < len(stages):
         yield f"  ({len(stages) - len(shown)} stages left out)"
 
@@ -79,21 +115,20 @@ def _memory(plan: Plan) -> Iterator[str]:
 def _traffic(plan: Plan) -> Iterator[str]:
     inside, between = plan.crossing
     yield ""
-    yield "bytes a rank sends in a step             ranks  nodes     inside nodes    between nodes"
+    yield "bytes a rank sends in a step   ranks  nodes    inside nodes   between nodes"
     if not inside:
         yield "  nothing"
     for name in sorted(inside):
         link = plan.link(name.split("/")[0])
-        yield f"  {name:38} {link.ranks:6} {link.nodes:6} {_gib(inside[name]):>16} {_gib(between[name]):>16}"
+        yield f"  {name:28} {link.ranks:6} {link.nodes:6} {_gib(inside[name]):>15} {_gib(between[name]):>15}"
     for name, size in plan.host_traffic.items():
-        yield f"  {name:51} {_gib(size):>16}"
+        yield f"  {name:42} {_gib(size):>15}"
 
 
-def _speed(plan: Plan) -> Iterator[str]:
-    speed, world = plan.speed, plan.config.grid.world_size
+def _time(plan: Plan) -> Iterator[str]:
+    speed = plan.speed
     yield ""
     yield f"time (predicted; {_accuracy(plan)})"
-    yield f"  step           {speed.step_seconds:.3f} s for {plan.tokens_per_step:,} tokens"
     yield f"  bubble         {speed.bubble_share:.1%} of the pipeline"
     yield f"  exposed        {speed.exposed_seconds:.3f} s of communication, optimizer {speed.optimizer_seconds:.3f} s"
     if plan.run.with_matrices:
@@ -106,15 +141,12 @@ def _speed(plan: Plan) -> Iterator[str]:
     if speed.extra_flops:
         share = speed.extra_flops / speed.flops
         yield f"  extra FLOPs    {speed.extra_flops:.4g} per step ({share:.1%}): keys and values, made of latents again"
-    peak = plan.kind.peak(plan.run.dtype)
-    yield f"  MFU            {speed.mfu:.1%} of {_teraflops(peak)}"
     if plan.run.config.training.fp8:
-        yield f"  of fp8's peak  {speed.mfu * peak / plan.kind.peak('fp8'):.1%} of {_teraflops(plan.kind.peak('fp8'))}"
-    yield f"  tokens/s       {speed.tokens_per_second:,.0f}, {speed.tokens_per_second / world:,.0f} per device"
+        peak, fp8 = plan.kind.peak(plan.run.dtype), plan.kind.peak("fp8")
+        yield f"  of fp8's peak  {speed.mfu * peak / fp8:.1%} of {_teraflops(fp8)}"
     for number, (span, steps, seconds) in enumerate(plan.phase_seconds, 1):
         step = f"{span.batch.final:,} x {span.seq_length:,} tokens"
         yield f"  phase {number:<9}{steps:,} steps of {seconds:.3f} s for {step}"
-    yield f"  whole run      {_time(plan.days)} for {plan.token_budget:.4g} tokens"
 
 
 def _accuracy(plan: Plan) -> str:
@@ -132,7 +164,7 @@ def _teraflops(rate: float) -> str:
     return f"{rate / 1e12:.0f} TFLOP/s" if rate >= 1e13 else f"{rate / 1e12:.2g} TFLOP/s"
 
 
-def _time(days: float) -> str:
+def _duration(days: float) -> str:
     """Format a duration in days, or in a smaller unit below two days."""
     if days >= 2:
         return f"{days:.2f} days"
@@ -159,7 +191,9 @@ def _source_of_rows(plan: Plan) -> str:
     return source_of_rows(config.origins["vocab_size"], values)
 
 
-WIDTH = 100  # characters of a lane
+WIDTH = 100
+"""Characters of a lane, if the lines of a drawing may be as long as they need."""
+INDENT = 15  # characters before a lane
 LANES = ("compute", "wait", *LINKS)
 CHAIN = 4  # units that are run where slices pass between layers, the last but one of which is drawn
 LEGEND = (
@@ -210,13 +244,15 @@ class LayerTimeline:
         """Return the object of ``--json``."""
         return {"layer": self.name, "forward": self.forward.to_dict(), "backward": self.backward.to_dict()}
 
-    def describe(self) -> str:
-        """Draw the layer as text."""
-        lines = ["", f"timeline of a {self.name} layer and one micro-batch", f"  {LEGEND}"]
+    def describe(self, width: int = 0) -> str:
+        """Draw the layer as text, in lines of ``width`` characters (0: of a good one)."""
+        lane_width = min(WIDTH, width - INDENT) if width else WIDTH
+        legend = textwrap.wrap(LEGEND, (width or len(LEGEND) + 2) - 2)
+        lines = ["", f"timeline of a {self.name} layer and one micro-batch", *(f"  {line}" for line in legend)]
         for title, drawing in (("forward", self.forward), ("backward", self.backward)):
             shares = ", ".join(f"{lane.replace('_', ' ')} {share:.0%}" for lane, share in drawing.busy.items())
             lines.append(f"  {title}: {drawing.seconds * 1e3:.3f} ms; {shares}")
-            lines += [f"    {lane.replace('_', ' '):10}{_lane(drawing, lane)}" for lane in drawing.busy]
+            lines += [f"    {lane.replace('_', ' '):10}{_lane(drawing, lane, lane_width)}" for lane in drawing.busy]
         return "\n".join([*lines, ""])
 
 
@@ -272,14 +308,14 @@ def _label(bar: Bar) -> str:
     return f"{number} {what}".strip()
 
 
-def _lane(drawing: Drawing, lane: str) -> str:
+def _lane(drawing: Drawing, lane: str, characters: int) -> str:
     """Draw one lane."""
-    cells = [" "] * WIDTH
+    cells = [" "] * characters
     for bar in drawing.bars:
         if bar.lane != lane:
             continue
-        first = min(WIDTH - 1, round(bar.start / drawing.seconds * WIDTH))
-        width = max(1, min(WIDTH, round(bar.end / drawing.seconds * WIDTH)) - first)
+        first = min(characters - 1, round(bar.start / drawing.seconds * characters))
+        width = max(1, min(characters, round(bar.end / drawing.seconds * characters)) - first)
         text = (_label(bar) + "-" * width)[: width - 1] + "|" if width > 1 else _label(bar)[0]
         cells[first : first + width] = text
-    return "".join(cells[:WIDTH]).rstrip()
+    return "".join(cells[:characters]).rstrip()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -94,6 +95,7 @@ def _add_outputs(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="also count a GPU's kernels, matrix products and bytes per layer, and host waits (torch)",
     )
+    add("--ranks", action="store_true", help="also list the ranks of all process groups")
     add("--timeline", action="store_true", help="also draw one layer: its work, and its messages on each link")
     add(
         "--search",
@@ -133,15 +135,19 @@ def _run(args: argparse.Namespace, flags: list[str]) -> int:
     from megapar.planning.plan import Plan
     from megapar.planning.text import describe
 
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
     load = expert_imbalance(args.expert_imbalance, config.model.routed_experts, config.grid.ep)
     plan = Plan(config, device, replace(assumption, expert_imbalance=load), args.token_budget)
-    record, text = plan.to_dict() if args.json else {}, "" if args.json else describe(plan)
+    record, text = (
+        plan.to_dict() if args.json else {},
+        "" if args.json else describe(plan, groups=args.ranks, width=width),
+    )
     if args.timeline:
         from megapar.planning.text import layer_timeline
 
         drawn = layer_timeline(plan.run)
         record["timeline"] = drawn.to_dict()
-        text += drawn.describe()
+        text += drawn.describe(width)
     if args.trace:
         from megapar.tools.tracing.trace import trace
 

@@ -6,6 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from megapar.arguments import parse
+from megapar.planning.devices import device_kind
+from megapar.planning.plan import Plan
+from megapar.planning.text import describe, layer_timeline
 from megapar.tools.main import main
 
 FOUR = ("--world-size", "4", "--pp-degree", "4", "--num-layers", "8")
@@ -70,3 +74,33 @@ def test_one_stage_has_nothing_to_draw(capsys: pytest.CaptureFixture[str]) -> No
 def test_what_cannot_run_is_refused(flags: tuple[str, ...], rule: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert plan("pretrain_moe.py", *flags) == 2
     assert rule in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def mixtral() -> Plan:
+    config = parse("moe", ["--config", "mixtral-8x7b", "--rules-only", "--world-size", "64"], {}, planning=True)
+    return Plan(config, device_kind("h100-80g"))
+
+
+def test_the_verdict_is_at_the_top(mixtral: Plan) -> None:
+    lines = describe(mixtral).splitlines()
+    words = ["megapar plan:", "fits", "step", "MFU", "tokens/s", "whole run"]
+    assert [line.strip().startswith(word) for line, word in zip(lines, words, strict=False)] == [True] * len(words)
+    hours = float(lines[5].split(", ")[1].removesuffix(" device-hours").replace(",", ""))
+    assert hours == pytest.approx(64 * 24 * mixtral.days, abs=0.5)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_tables_and_drawing_fit_the_terminal(mixtral: Plan, width: int) -> None:
+    page = describe(mixtral, width=width) + layer_timeline(mixtral.run).describe(width)
+    tables = [line for line in page.splitlines() if " x sharding " not in line]
+    assert max(map(len, tables)) <= width
+    reserved = [f"{memory.reserved / 2**30:.2f}" for memory in mixtral.memory]
+    rows = [line.split() for line in tables if line.startswith("  stage ")]
+    assert [value in row for value, row in zip(reserved, rows, strict=True)] == [True] * 4
+
+
+def test_the_ranks_of_groups_are_listed_if_asked_for(mixtral: Plan) -> None:
+    groups = "pp 4: 16 groups: 0 16 32 48 |"
+    assert groups not in describe(mixtral)
+    assert groups in describe(mixtral, groups=True)
