@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Write the README's table of figures from the newest results that benchmarks/ has of each.
+"""Write the tables of figures from the newest results that benchmarks/ has of each: all of them, and the README's few.
 
-scripts/readme_figures.py            write the table, between its comments in README.md
+scripts/readme_figures.py            write the tables, between their comments in docs/figures.md and README.md
 scripts/readme_figures.py --check    only report a difference, with exit status 1
 
 Date and commit are those that a result states. Others have the date of their file's name, and the commit that gave the
@@ -28,6 +28,7 @@ from scripts.marked import replaced  # noqa: E402
 
 PART = "figures: scripts/readme_figures.py"
 COMMITS = Path("benchmarks/commits.json")
+README, PAGE = Path("README.md"), Path("docs/figures.md")
 Record = Mapping[str, Any]
 
 
@@ -45,12 +46,14 @@ class Figure:
         files: Pattern of its result files below benchmarks/, whose names sort by date.
         value: Returns the ratio as text, from the lines of a file up to one. Raises KeyError or TypeError if that line
             is of another kind.
+        short: It is also in the README.
     """
 
     what: str
     to: str
     files: str
     value: Callable[[Sequence[Record]], str]
+    short: bool = False
 
     @property
     def benchmark(self) -> str:
@@ -163,11 +166,11 @@ GPU_RACES = "throughput/results/*-h200*.jsonl"
 RECOMPUTE = "recompute/results/20*cpu.json"
 FIGURES = (
     *(
-        Figure(f"speed: {name}, one H200, bf16", "transformers, not compiled", GPU_RACES, on_gpu(model, "eager"))
-        for name, model in (
-            ("dense decoder, 1.4 B", "dense"),
-            ("mixture of experts, 2.7 B", "moe"),
-            ("ERNIE, 1.5 B", "ernie"),
+        Figure(f"speed: {name}, one H200, bf16", "transformers, not compiled", GPU_RACES, on_gpu(model, "eager"), short)
+        for name, model, short in (
+            ("dense decoder, 1.4 B", "dense", True),
+            ("mixture of experts, 2.7 B", "moe", True),
+            ("ERNIE, 1.5 B", "ernie", False),
         )
     ),
     Figure("speed: ERNIE, one process", "transformers with torch.compile", RACES, to_peer("ernie fp32", "compile")),
@@ -193,7 +196,7 @@ FIGURES = (
         "node_dispatch/results/*cpu.json",
         lambda records: times(records[-1]["shapes"][0]["shares"][0]["gain"]),
     ),
-    Figure("time: AMPipe across layers, slow link", "serial step", "step_hiding/results/*cpu.jsonl", sliced),
+    Figure("time: AMPipe across layers, slow link", "serial step", "step_hiding/results/*cpu.jsonl", sliced, True),
     Figure("time: bubble of ZBV", "1F1B", "pipeline/results/*cpu.json", bubble("zero_bubble, 2 chunks")),
     Figure("memory: every layer recomputed", "nothing recomputed", RECOMPUTE, recompute_memory),
     Figure("time: every layer recomputed", "nothing recomputed", RECOMPUTE, recompute_time),
@@ -203,12 +206,14 @@ FIGURES = (
         "processes started separately",
         "reliability/results/*restart-cpu.json",
         restarted,
+        True,
     ),
     Figure(
         "tokens per second of published GPU runs, planned: median error",
         "published",
         "prediction/results/tokens.jsonl",
         predicted,
+        True,
     ),
 )
 
@@ -253,40 +258,42 @@ def committed(path: Path, known: Mapping[str, Mapping[str, str]], root: Path) ->
     return {"date": found[0], "commit": found[1][:8], "sha256": content_hash(root / path)}
 
 
-def table(root: Path, known: Mapping[str, Mapping[str, str]]) -> tuple[str, dict[str, dict[str, str]]]:
-    """Return the table, and the commits of the results that state none. Raises FiguresError."""
+def table(root: Path, known: Mapping[str, Mapping[str, str]], page: Path) -> tuple[str, dict[str, dict[str, str]]]:
+    """Return the table of a page, and the commits of the results that state none. Raises FiguresError."""
     lines, used = ["| ratio | of | to | measured |", "|---|---|---|---|"], {}
-    for figure in FIGURES:
+    for figure in FIGURES if page == PAGE else (figure for figure in FIGURES if figure.short):
         value, path, record = newest(figure, root)
         date, commit = record.get("date"), record.get("commit")
         if commit is None:
             used[path.as_posix()] = stored = committed(path, known, root)
             commit, date = stored["commit"], date or (path.name[:10] if path.name[:2] == "20" else stored["date"])
         date = date or path.name[:10]
-        source = f"[{date}, {commit[:7]}](benchmarks/{figure.benchmark})"
+        up = "../" * (len(page.parts) - 1)
+        source = f"[{date}, {commit[:7]}]({up}benchmarks/{figure.benchmark})"
         lines.append(f"| {value} | {figure.what} | {figure.to} | {source} |")
     return "\n".join(lines), used
 
 
 def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
-    """Write the table. With --check, return 1 if it is another one instead."""
+    """Write the tables. With --check, return 1 if one differs instead."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with status 1 if the table differs")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with status 1 if a table differs")
     options = parser.parse_args(argv)
-    page, commits = root / "README.md", root / COMMITS
+    commits = root / COMMITS
     known = json.loads(commits.read_text(encoding="utf-8")) if commits.exists() else {}
     try:
-        text, used = table(root, known)
+        texts, used = {page: table(root, known, page)[0] for page in (README, PAGE)}, table(root, known, PAGE)[1]
     except FiguresError as error:
         print(error, file=sys.stderr)
         return 1
-    old = page.read_text(encoding="utf-8")
-    new = replaced(old, PART, text)
+    old = {page: (root / page).read_text(encoding="utf-8") for page in texts}
+    new = {page: replaced(old[page], PART, text) for page, text in texts.items()}
     if options.check:
         if differs := (old, known) != (new, used):
-            print("README.md and benchmarks/ differ: run scripts/readme_figures.py", file=sys.stderr)
+            print(f"{README}, {PAGE} and benchmarks/ differ: run scripts/readme_figures.py", file=sys.stderr)
         return int(differs)
-    page.write_text(new, encoding="utf-8")
+    for page, text in new.items():
+        (root / page).write_text(text, encoding="utf-8")
     commits.write_text(json.dumps(used, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     return 0
 

@@ -51,7 +51,7 @@ MISTAKES = [
     # a flag that has another name, here or everywhere
     ("--micro-batchsize 2", "--micro-batchsize is unknown", "Did you mean --micro-batch-size?"),
     ("--learning-rate 1e-3", "--learning-rate is unknown", "Did you mean --lr?"),
-    ("--epochs 3", "--epochs is unknown", "--train-iters: the length of a run is given in steps"),
+    ("--epochs 3", "--epochs is unknown", "--train-iters, or with --task sft --train-epochs"),
     ("--resume runs/a", "--resume is unknown", "Did you mean --load?"),
     ("--tokenizer-typ X --attention-softmax-in-fp32", "-in-fp32 is unknown", "`megapar translate -- ARGUMENTS`"),
     ("--moe-permute-fusion", "--moe-permute-fusion is unknown", "Did you mean --", "`megapar translate -- ARGUMENTS`"),

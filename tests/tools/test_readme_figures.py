@@ -10,7 +10,7 @@ import pytest
 
 from scripts import readme_figures
 from scripts.marked import opening, part, replaced
-from scripts.readme_figures import Figure, FiguresError, committed, main, newest, table
+from scripts.readme_figures import PAGE, README, Figure, FiguresError, committed, main, newest, table
 from tests.equivalence.report import LAYOUTS, PART, line
 
 ROOT = Path(__file__).parents[2]
@@ -34,11 +34,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A repository with a README and three results, whose only figure is that of the newest which has it."""
     results = tmp_path / "benchmarks" / "race" / "results"
     results.mkdir(parents=True)
-    (tmp_path / "README.md").write_text(f"# a\n\n{opening(readme_figures.PART)}<!-- end -->\n\nb\n")
+    (tmp_path / "docs").mkdir()
+    for page in (README, PAGE):
+        (tmp_path / page).write_text(f"# a\n\n{opening(readme_figures.PART)}<!-- end -->\n\nb\n")
     (results / "2026-01-01-cpu.json").write_text('{"ratio": 1.0}')
     (results / "2026-01-02-cpu.jsonl").write_text('{"ratio": 2.0}\n{"ratio": 3.0}\n{"other": 4.0}\n')
     (results / "2026-01-03-cpu.json").write_text('{"other": 5.0}')
-    figure = Figure("speed", "peer", "race/results/*cpu.json*", lambda records: f"{records[-1]['ratio']:.2f}")
+    figure = Figure("speed", "peer", "race/results/*cpu.json*", lambda records: f"{records[-1]['ratio']:.2f}", True)
     monkeypatch.setattr(readme_figures, "FIGURES", (figure,))
     return tmp_path
 
@@ -60,7 +62,7 @@ def test_a_figure_without_a_result_is_refused(folder: Path) -> None:
     for path in (folder / "benchmarks").rglob("2026-01-0[12]*"):
         path.unlink()
     with pytest.raises(FiguresError, match=r"no result in benchmarks/race/results/\*cpu\.json\* has 'speed'"):
-        table(folder, {})
+        table(folder, {}, README)
 
 
 def test_the_table_is_the_same_without_history(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,7 +74,9 @@ def test_the_table_is_the_same_without_history(folder: Path, capsys: pytest.Capt
     assert main(["--check"], folder) == 0
     (folder / "README.md").write_text(written.replace("3.00", "4.00"))
     assert main(["--check"], folder) == 1
-    assert capsys.readouterr().err == "README.md and benchmarks/ differ: run scripts/readme_figures.py\n"
+    assert (
+        capsys.readouterr().err == "README.md, docs/figures.md and benchmarks/ differ: run scripts/readme_figures.py\n"
+    )
 
 
 def test_a_changed_result_needs_its_commit(folder: Path) -> None:
@@ -87,7 +91,7 @@ def test_a_changed_result_needs_its_commit(folder: Path) -> None:
 def test_a_result_that_states_date_and_commit_needs_no_history(folder: Path) -> None:
     path = folder / "benchmarks" / "race" / "results" / "2026-01-04-cpu.json"
     path.write_text(json.dumps({"ratio": 7.0, "date": "2026-01-05", "commit": "0123456789"}))
-    text, used = table(folder, {})
+    text, used = table(folder, {}, README)
     assert text.endswith("| 7.00 | speed | peer | [2026-01-05, 0123456](benchmarks/race) |")
     assert used == {}
 
