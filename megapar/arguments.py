@@ -22,6 +22,7 @@ from megapar.config.read import (
     fill_defaults,
     read_files,
     read_line,
+    read_mapping,
     refuse_foreign,
     warn_of_sharded_parameters,
 )
@@ -40,9 +41,13 @@ from megapar.schema.flag import KINDS, SCRIPTS, Flag, normal
 __all__ = ["FLAGS", "GROUPS", "KINDS", "SCRIPTS", "Config", "Flag", "parse", "parse_or_exit", "resolved_values"]
 
 
+Line = Sequence[str] | Mapping[str, Any]
+"""A command line without the program name; or settings by the names of flags, as in a YAML file."""
+
+
 def parse(
     kind: str,
-    argv: Sequence[str],
+    argv: Line,
     environ: Mapping[str, str] | None = None,
     *,
     starting: bool = False,
@@ -54,7 +59,7 @@ def parse(
     Raises ConfigError with all complaints if the configuration is refused.
 
     Args:
-        argv: The command line without the program name.
+        argv: The command line without the program name; or settings by the names of flags, as ``{"lr": 1e-3}``.
         environ: The environment, by default that of this process. WORLD_SIZE is the number of ranks, 1 if it is not
             set; --world-size overrides it with --validate-only and --rules-only.
         starting: This process is a rank of the run, so also check that it has what a rank needs (unless --validate-only
@@ -101,7 +106,7 @@ def _check_assumptions(draft: Draft) -> None:
     draft.warnings += [warning] if warning else []
 
 
-def resolved_values(kind: str, argv: Sequence[str], environ: Mapping[str, str]) -> dict[str, Any]:
+def resolved_values(kind: str, argv: Line, environ: Mapping[str, str]) -> dict[str, Any]:
     """Return the flat values that the rules read, unchecked; bad values are missing. For tests and tools."""
     return _resolved(kind, argv, environ)[1]
 
@@ -164,7 +169,7 @@ def _print(text: str, prints: bool, error: bool = False) -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def _resolved(kind: str, argv: Sequence[str], environ: Mapping[str, str]) -> tuple[Draft, dict[str, Any]]:
+def _resolved(kind: str, argv: Line, environ: Mapping[str, str]) -> tuple[Draft, dict[str, Any]]:
     """Read files and command line, fill in and derive the rest; return the draft and flat values for the rules."""
     draft = Draft(kind, environ)
     with _path_errors_as_complaints(draft):
@@ -181,7 +186,7 @@ def _path_errors_as_complaints(draft: Draft) -> Iterator[None]:
         raise ConfigError([*draft.complaints, Complaint("file", message)]) from error
 
 
-def read_settings(draft: Draft, argv: Sequence[str]) -> str | None:
+def read_settings(draft: Draft, argv: Line) -> str | None:
     """Merge all sources of settings into the draft; return the class of a published model, if there is one.
 
     The order: files, of which a later one overrides the earlier; the command line, which overrides them; the default of
@@ -189,8 +194,12 @@ def read_settings(draft: Draft, argv: Sequence[str]) -> str | None:
     with the weights and by what the ``config.json`` of a published model determines (a set flag that contradicts it is
     a complaint).
     """
-    read_files(draft, _config_paths(argv))
-    read_line(draft, argv)
+    if isinstance(argv, Mapping):
+        read_files(draft, _as_list(argv.get("config")))
+        read_mapping(draft, argv)
+    else:
+        read_files(draft, _config_paths(argv))
+        read_line(draft, argv)
     drop_replaced_data(draft)
     warn_of_sharded_parameters(draft)
     refuse_foreign(draft)
@@ -231,6 +240,10 @@ def flat_values(draft: Draft, published: str | None) -> dict[str, Any]:
     if (written := export_class(values, published)) is not None:
         values["export_class"] = written
     return values
+
+
+def _as_list(value: Any) -> list[str]:
+    return [] if value is None else [str(one) for one in value] if isinstance(value, list | tuple) else [str(value)]
 
 
 def _config_paths(argv: Sequence[str]) -> list[str]:

@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -84,6 +84,8 @@ class Outcome:
         evaluation: Means of the last evaluation. None without one.
         checkpoint: Folder of the newest checkpoint.
         exported: Folder of the exported Hugging Face model.
+        stopped: Why the run stopped before its last step. "" if it did not.
+        model: This rank's part of the model, which stays in its process: pickling the outcome leaves it out.
     """
 
     iteration: int
@@ -91,6 +93,11 @@ class Outcome:
     evaluation: dict[str, float] | None
     checkpoint: Path | None
     exported: Path | None
+    stopped: str
+    model: torch.nn.Module = field(compare=False, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "model"}
 
 
 def main(
@@ -131,6 +138,7 @@ def train(
     loggers: Sequence[Logger] = (),
     callbacks: Sequence[TrainerCallback] = (),
     data: OwnData | None = None,
+    quiet: bool = False,
 ) -> Outcome:
     """Train with a configuration. Raises MegaparError.
 
@@ -144,6 +152,7 @@ def train(
         loggers: Get the records, on rank 0, next to the loggers that the flags turn on.
         callbacks: Run around the steps, on every rank.
         data: Token ids to train on, in place of ``--data-path``.
+        quiet: Print nothing to the terminal but errors.
     """
     config = config if data is None else with_own_data(config, data)
     watch = make_watchdog(config)
@@ -169,7 +178,7 @@ def train(
     if stop_signal is not None:
         stop_signal.install()
     try:
-        user: dict[str, Any] = {"loggers": loggers, "callbacks": callbacks}
+        user: dict[str, Any] = {"loggers": loggers, "callbacks": callbacks, "quiet": quiet}
         trainer = Trainer(config, world, corpus, stop_signal, keep_records=keep_records, watch=watch, **user)
         trainer.start()
         outcome = trainer.train()
@@ -229,6 +238,7 @@ class Trainer:
         parts: Parts | None = None,
         loggers: Sequence[Logger] = (),
         callbacks: Sequence[TrainerCallback] = (),
+        quiet: bool = False,
     ) -> None:
         """Build everything that does not depend on the iteration that the run starts from.
 
@@ -239,7 +249,7 @@ class Trainer:
             loggers: Loggers of the caller. This and the arguments that are not named here are as in ``train``.
         """
         self.config = config
-        self._user_loggers, self._user_callbacks = tuple(loggers), tuple(callbacks)
+        self._user_loggers, self._user_callbacks, self._quiet = tuple(loggers), tuple(callbacks), quiet
         self.world = world
         self.watch = watch or make_watchdog(config)
         connect(self.watch, world)
@@ -300,7 +310,7 @@ class Trainer:
     def _make_stepper(self, loaded: Loaded | None) -> None:
         """Make the terminal, the monitor, the guards and the stepper."""
         config, iteration = self.config, self.progress.iteration
-        self.terminal = make_terminal(config, self.world.rank, iteration)
+        self.terminal = make_terminal(config, self.world.rank, iteration, quiet=self._quiet)
         self.monitor = make_monitor(
             config,
             self.job,
@@ -391,8 +401,19 @@ class Trainer:
                     closing.callback(callback.close)
         self._report_end(exported)
         folder = self.checkpoints.folder
-        paths = [None if place is None else place.local_path() for place in (folder, exported)]
-        return Outcome(self.progress.iteration, tuple(self._records or ()), self._evaluation, *paths)
+        return Outcome(
+            iteration=self.progress.iteration,
+            records=tuple(self._records or ()),
+            evaluation=self._evaluation,
+            checkpoint=None if folder is None else folder.local_path(),
+            exported=None if exported is None else exported.local_path(),
+            stopped=self.control.stop,
+            model=self.job.model,
+        )
+
+    def stop(self, reason: str) -> None:
+        """End the run after the next step, on all ranks, with a checkpoint if there is ``--save``."""
+        self.control.ask(reason)
 
     @property
     def _done(self) -> bool:
@@ -469,6 +490,9 @@ class Trainer:
             records = self.monitor.flush(evaluates=evaluates)
         if self._records is not None:
             self._records += records
+        for callback in self._user_callbacks:
+            for record in records:
+                callback.logged(record)
         pace = records[-1].pace if records else None
         if pace is not None and (warning := self._stragglers.update(pace, len(records))):
             self._message(warning)

@@ -508,3 +508,20 @@ def test_a_complaint_about_one_number_does_not_fail_over_another(
     argv = ["--validate-only", *(str(word) for flag, number in numbers for word in (flag.spelling, number))]
     outcome = judge(kind, argv, world)
     assert isinstance(outcome, Config) or outcome.complaints
+
+
+def test_a_mapping_is_read_as_a_command_line(tmp_path: Path) -> None:
+    own = {"config": "tiny", "lr": 1e-3, "train-iters": 3, "bf16": True, "data_path": ("mock",), "load": None}
+    line = ["--config", "tiny", "--lr", "1e-3", "--train-iters", "3", "--bf16", "--data-path", "mock"]
+    assert parse("moe", {**own, "save": tmp_path}, {}) == parse("moe", [*line, "--save", str(tmp_path)], {})
+    assert parse("moe", {"untie_embeddings_and_output_weights": False}, {}).model.tie_embeddings
+
+
+def test_what_is_wrong_in_a_mapping_is_named() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse("moe", {"num_layer": 2, "lr": "fast", "sequence_parallel": 3}, {})
+    assert [str(complaint) for complaint in caught.value.complaints] == [
+        "[unknown-flag] setting num_layer is unknown. Did you mean --num-layers?",
+        "[value] --lr takes a number, got 'fast'.",
+        "[value] --sequence-parallel takes true or false, got 3.",
+    ]

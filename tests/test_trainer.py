@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import threading
 from datetime import datetime, timezone
 from pathlib import Path
@@ -19,6 +20,7 @@ from megapar.arguments import parse
 from megapar.errors import DataError
 from megapar.trainer import Trainer, train
 from megapar.training.loop.callbacks import TrainerCallback
+from megapar.training.reports.record import Record
 from megapar.training.reports.terminal import PlainTerminal
 from megapar.training.step import bad_steps as numbers
 from tests.support.here import run_here
@@ -338,3 +340,45 @@ def test_an_error_of_a_callback_that_closes_keeps_nothing_open() -> None:
         train(parse("moe", flags, {}), callbacks=[Failing()])
     assert gc.isenabled()
     assert not any(thread.name.startswith("megapar-loader") for thread in threading.enumerate())
+
+
+class Enough(TrainerCallback):
+    """Asks for a stop on one rank, after a step's loss is known."""
+
+    def __init__(self, asks: bool) -> None:
+        self.asks, self.losses = asks, list[float]()
+
+    def begin(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+
+    def logged(self, record: Record) -> None:
+        self.losses.append(record.loss)
+        if self.asks and record.iteration == 2:
+            self.trainer.stop("the loss is low enough")
+
+
+def stop_by_callback(rank: int, world_size: int, rendezvous: str, root: str) -> tuple[int, str, list[float], int]:
+    flags = last_wins((*SMALL["moe"], *COMMON), ("--train-iters", "9", "--log-interval", "1", "--save", root))
+    line = [*flags, "--sharding-degree", "2", "--data-path", "mock"]
+    enough = Enough(asks=rank == 1)
+    with patch.dict(os.environ, {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}):
+        config = parse("moe", line, dict(os.environ))
+        outcome = train(config, f"file://{rendezvous}", callbacks=[enough], keep_records=True)
+    weights = sum(weight.numel() for weight in outcome.model.parameters())
+    assert [record.loss for record in outcome.records] == enough.losses
+    return outcome.iteration, outcome.stopped, enough.losses, weights
+
+
+def test_a_callback_of_one_rank_stops_all_in_the_same_step(tmp_path: Path) -> None:
+    first, second = run_ranks(2, stop_by_callback, str(tmp_path / "runs"), group=False)
+    assert (first[0], second[0]) == (3, 3)
+    assert (first[1], second[1]) == ("a callback of another rank asked for it", "the loss is low enough")
+    assert first[2] == second[2]
+    assert first[3] > 0
+    assert (tmp_path / "runs" / "iter_0000003").is_dir()
+
+
+def test_a_quiet_run_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [*SMALL["moe"], *COMMON, "--train-iters", "2", "--data-path", "mock"]
+    assert train(parse("moe", flags, {}), quiet=True).stopped == ""
+    assert capsys.readouterr().out == ""

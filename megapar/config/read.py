@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -193,6 +194,19 @@ def read_line(draft: Draft, argv: Sequence[str]) -> None:
                 "Keep one of them.",
             )
         seen[spelling.flag.name] = (spelling.text, value)
+
+
+def read_mapping(draft: Draft, settings: Mapping[str, Any]) -> None:
+    """Read settings of Python by the names of flags, which override the draft; those that are None are left out."""
+    for name, value in settings.items():
+        spelling = spellings().get(normal(name).lstrip("-"))
+        if spelling is None:
+            complain_unknown(draft, name, "setting")
+        elif value is not None:
+            raw = str(value) if isinstance(value, Path) else list(value) if isinstance(value, tuple) else value
+            listed = raw if spelling.flag.each and isinstance(raw, list) else [raw]
+            for one in listed:
+                _assign_key(draft, spelling, Leaf(normal(name), name, one), "setting", "flag")
 
 
 def _complain_stray(draft: Draft, token: str, tokens: list[str]) -> None:

@@ -93,26 +93,33 @@ class Control:
         self._signal = stop_signal or StopSignal()
         self._leader = leader
         self._started = self._saved = time.monotonic()
-        self.stop = ""
+        self.stop = self._asked = ""
         self.save = False
 
+    def ask(self, reason: str) -> None:
+        """Vote for a stop at the next step. The first reason on a rank stays."""
+        self._asked = self._asked or reason
+
     def votes(self) -> list[int]:
-        """Return this rank's votes: a signal was received; it is time to stop; it is time to save."""
+        """Return this rank's votes: a signal was received; it is time to stop; it is time to save; it was asked."""
         minutes = (time.monotonic() - self._started) / 60
         since_save = (time.monotonic() - self._saved) / 60
         return [
             self._signal.poll(),
             int(self._leader and 0 < self._options.exit_duration_minutes <= minutes),
             int(self._leader and 0 < self._options.save_interval_minutes <= since_save),
+            int(bool(self._asked)),
         ]
 
     def apply_votes(self, sums: Sequence[int]) -> None:
         """Set ``stop`` and ``save`` from the sums of all ranks' votes, the same on every rank."""
-        signalled, time_is_over, save = sums
+        signalled, time_is_over, save, asked = sums
         if signalled:
             self.stop = "asked to stop by a signal"
         elif time_is_over:
             self.stop = f"--exit-duration-minutes {self._options.exit_duration_minutes:g} are over"
+        elif asked:
+            self.stop = self._asked or "a callback of another rank asked for it"
         self.save = bool(save)
 
     def stepped(self, iteration: int) -> None:

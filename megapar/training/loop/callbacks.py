@@ -17,6 +17,7 @@ from megapar.files.location import at
 from megapar.health.hangs.sections import Sections
 from megapar.health.hangs.watchdog import Watchdog
 from megapar.rules.sections import origin_of_limit, section_limits
+from megapar.training.reports.record import Record
 from megapar.training.step.job import Job
 
 TRACE = "trace.json"
@@ -45,7 +46,7 @@ class TrainerCallback(Callback):
         """Run once before the first step, after a checkpoint is loaded.
 
         ``trainer`` is the ``Trainer``: ``trainer.job.model`` is this rank's part of the model, ``trainer.progress`` the
-        position in the data, ``trainer.config`` the configuration.
+        position in the data, ``trainer.config`` the configuration, and ``trainer.stop(reason)`` ends the run.
         """
 
     def before_step(self, iteration: int) -> None:
@@ -53,6 +54,9 @@ class TrainerCallback(Callback):
 
     def after_step(self, iteration: int) -> None:
         """Run after step ``iteration``. The device may still be computing it."""
+
+    def logged(self, record: Record) -> None:
+        """Run for each step when its numbers are read from the device, every ``--log-interval`` steps."""
 
     def close(self) -> None:
         """Run at the end of the run, also after a failure."""

@@ -126,9 +126,9 @@ class ProgressTerminal(PlainTerminal):
         self._progress.stop()
 
 
-def make_terminal(config: Config, rank: int, iteration: int) -> PlainTerminal | None:
-    """Return the terminal of rank 0, or None on other ranks. ``iteration`` is the last one done."""
-    if rank != 0:
+def make_terminal(config: Config, rank: int, iteration: int, *, quiet: bool = False) -> PlainTerminal | None:
+    """Return the terminal of rank 0, or None on other ranks and if ``quiet``. ``iteration`` is the last one done."""
+    if rank != 0 or quiet:
         return None
     iterations, interval = config.training.train_iters, config.logging.log_interval
     if sys.stdout.isatty():
