@@ -6,8 +6,12 @@ The names of ``__all__`` are the public interface (docs/python.md). Each is impo
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import Any
+
+if sys.version_info < (3, 10):  # noqa: UP036, before any file that only a later Python can read
+    sys.exit(f"megapar needs Python 3.10 or later, and {sys.executable} is {sys.version.split()[0]}: use another one")
 
 __version__ = "0.2.0"
 

@@ -11,6 +11,7 @@ from types import MappingProxyType
 
 from megapar import __version__
 from megapar.files.paths import MOUNT, REMOTE, is_url
+from megapar.tools.packages import packages_or_exit
 
 COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
@@ -37,13 +38,29 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
 )
 """Each command's module in this package, whose ``main`` runs it, and its description."""
 
+GROUPS = {
+    "train": ("pretrain", "launch", "evaluate", "generate"),
+    "look": ("plan", "configs", "report", "data", "rules"),
+    "from and to elsewhere": ("translate", "convert"),
+    "set up": ("completion", "docs"),
+}
+"""The commands in the order of ``megapar --help``."""
+_EXAMPLES = (
+    "megapar plan --config mixtral-8x7b --world-size 64      does it fit, how fast is it; needs no GPU",
+    "megapar translate train.sh                              a script of Megatron-LM as a command",
+    "megapar pretrain moe --config tiny --save runs/tiny     train",
+    "megapar report runs/tiny                                look at the run",
+)
 _ON_PATHS = ("data", "report")  # whose arguments are paths, never URLs
 
 
 def usage() -> str:
     """Return the text of ``megapar --help``."""
-    lines = [f"  {name:10} {text}" for name, (_, text) in COMMANDS.items()]
-    return "\n".join([f"megapar {__version__}", "usage: megapar COMMAND ...", "", *lines])
+    lines = [f"megapar {__version__}", "usage: megapar COMMAND ...   (megapar COMMAND --help)", ""]
+    lines += [f"  {example}" for example in _EXAMPLES]
+    for title, names in GROUPS.items():
+        lines += ["", f"{title}:", *(f"  {name:10} {COMMANDS[name][1]}" for name in names)]
+    return "\n".join(lines)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -68,7 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"megapar {argv[0]}: {REMOTE} (here {urls[0]}). {MOUNT}", file=sys.stderr)
         return 2
     try:
-        status: int = import_module(f"megapar.tools.{COMMANDS[argv[0]][0]}").main(argv[1:])
+        with packages_or_exit():
+            status: int = import_module(f"megapar.tools.{COMMANDS[argv[0]][0]}").main(argv[1:])
         return status
     except KeyboardInterrupt:
         print(f"megapar {argv[0]}: interrupted", file=sys.stderr)

@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from megapar.arguments import KINDS, SCRIPTS, Config, parse_or_exit
 from megapar.health.stop.parent import end_with_launcher
+from megapar.tools.packages import packages_or_exit
 from megapar.training.loop.outline import outline
 
 MODELS = {
@@ -57,9 +58,10 @@ def pretrain(kind: str, argv: Sequence[str] | None = None) -> NoReturn:
         argv: The flags; by default the command line of this process.
     """
     prepare_process()
-    config = parse_or_exit(kind, argv, outline=checked_outline)
+    with packages_or_exit():
+        config = parse_or_exit(kind, argv, outline=checked_outline)
 
-    from megapar.trainer import main as train  # imports torch, so only after the configuration is accepted
+        from megapar.trainer import main as train  # imports torch, so only after the configuration is accepted
 
     train(config)
 
