@@ -80,7 +80,11 @@ class PlainTerminal(Logger):
         if record.iteration % self._interval == 0 or record.eval_loss is not None:
             left = self._left.seconds(record.iteration, self._train_iters, self._clock())
             more = "" if left is None else f" | left {clock_text(left)}"
-            self.print_message(describe(record, self._train_iters) + more)
+            self.print_message(describe(record, self._train_iters, self._room() - len(more)) + more)
+
+    def _room(self) -> int:
+        """Return the characters of a line beside the time; a file or a pipe has all that a line needs."""
+        return sys.maxsize
 
     def flush(self) -> None:
         """Flush the stream. The records since the last flush are one report for the estimate of the time left."""
@@ -114,6 +118,9 @@ class ProgressTerminal(PlainTerminal):
         """Print a line above the bar."""
         self._progress.console.print(text, markup=False, highlight=False)
 
+    def _room(self) -> int:
+        return self._progress.console.width - len("2026-01-01 00:00:00 ")
+
     def log(self, record: Record) -> None:
         """Advance the bar."""
         super().log(record)
@@ -142,9 +149,18 @@ def _clipped(record: Record) -> list[str]:
     return [f"largest score {record.qk_clip_largest:.1f}, {record.qk_clipped_heads} heads clipped"]
 
 
-def describe(record: Record, train_iters: int) -> str:
-    """Format a record on one line."""
-    parts = [f"iteration {record.iteration}/{train_iters}", f"loss {record.loss:.4f}", f"lm {record.lm_loss:.4f}"]
+_LEAST = ("sent", "exposed", "peak", "unused", "lm", "MFU", "lr", "grad norm", "aux", "sop")
+"""What a narrow line leaves out, in this order."""
+
+
+def describe(record: Record, train_iters: int, width: int = sys.maxsize) -> str:
+    """Format a record on one line of at most ``width`` characters, if what it must say fits.
+
+    The MFU of a peak that was measured at the start, as on a CPU, is in the metrics only: one short measurement is a
+    guess.
+    """
+    parts = [f"iteration {record.iteration}/{train_iters}", f"loss {record.loss:.4f}"]
+    parts += [f"lm {record.lm_loss:.4f}"] if record.lm_loss != record.loss else []
     parts += [f"sop {record.sop_loss:.4f}"] if record.sop_loss is not None else []
     parts += [f"aux {record.aux_loss:.3f}"] if record.aux_loss is not None else []
     parts += [f"dropped {record.dropped_tokens}"] if record.dropped_tokens else []
@@ -153,7 +169,7 @@ def describe(record: Record, train_iters: int) -> str:
         f"lr {record.lr:.2e}",
         *_clipped(record),
         f"{record.tokens_per_second:,.0f} tokens/s",
-        f"MFU {100 * record.mfu:.1f} %",
+        *([f"MFU {100 * record.mfu:.1f} %"] if record.mfu_peak != "measured" else []),
         f"peak {record.peak_memory_bytes / 2**30:.2f} GiB",
     ]
     unused = record.reserved_unused_bytes
@@ -166,4 +182,7 @@ def describe(record: Record, train_iters: int) -> str:
     parts += [] if record.predicted_tokens else ["every token is masked"]
     parts += ["skipped"] if record.skipped else []
     parts += [f"eval loss {record.eval_loss:.4f}"] if record.eval_loss is not None else []
+    for name in _LEAST:
+        if len(" | ".join(parts)) > width:
+            parts = [part for part in parts if not part.startswith(f"{name} ")]
     return " | ".join(parts)

@@ -83,3 +83,24 @@ def test_the_bar_has_the_time_left_of_the_lines(capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(("tokens", "said"), [(0, True), (1, False)])
 def test_a_step_whose_tokens_are_all_masked_says_so(tokens: int, said: bool) -> None:
     assert ("every token is masked" in describe(replace(record(3, 1.0), predicted_tokens=tokens), 8)) is said
+
+
+def test_a_narrow_line_leaves_out_what_matters_least() -> None:
+    full = replace(
+        record(3, 1.0), loss=2.0, lm_loss=1.5, sent_bytes={"mp": 1 << 20}, predicted_tokens=1, mfu_peak="table"
+    )
+    wide = describe(full, 8).split(" | ")
+    assert {"iteration 3/8", "lm 1.5000", "MFU 0.0 %", "peak 0.00 GiB", "sent 1.0 MiB"} < set(wide)
+    for width in (60, 80, 100):
+        line = describe(full, 8, width)
+        assert len(line) <= width
+        assert set(line.split(" | ")) < set(wide)
+        assert line.startswith("iteration 3/8 | loss 2.0000 | ")
+    assert "sent" not in describe(full, 8, len(" | ".join(wide)) - 1)
+    assert "peak" in describe(full, 8, len(" | ".join(wide)) - 1)
+
+
+def test_a_guessed_peak_gives_no_mfu_and_an_equal_loss_is_said_once() -> None:
+    line = describe(replace(record(3, 1.0), loss=2.0, lm_loss=2.0, mfu_peak="measured"), 8)
+    assert "MFU" not in line
+    assert "lm" not in line.split()
