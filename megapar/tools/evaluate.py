@@ -94,6 +94,8 @@ def trainer_line(argv: Sequence[str]) -> tuple[str, ...]:
     """
     options, rest = make_parser().parse_known_args(list(argv))
     root, iteration = _place(options.checkpoint)
+    if stored_facts(root, iteration) is None and len(below := folders_below(options.checkpoint)) == 1:
+        root = at(below[0])
     found = stored_facts(root, iteration)
     spec = STORED.get(str(found[1].get("kind"))) if found is not None else None
     if found is None or spec is None:

@@ -334,6 +334,17 @@ def test_losses_and_accuracies_of_tasks_are_in_figures_of_their_own() -> None:
 def test_runs_of_one_name_are_told_apart() -> None:
     folders = [Path("/x/a/run"), Path("/x/b/run"), Path("/x/b/other")]
     assert run_folder.run_names(folders) == ["a/run", "b/run", "b/other"]
+    assert run_folder.run_names([Path("/r/a/checkpoints")]) == ["a"]
+    assert run_folder.run_names([Path("/r/a"), Path("/r/a/checkpoints")]) == ["a", "checkpoints"]
+
+
+def test_the_only_run_below_a_folder_is_taken(finished: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "checkpoints").symlink_to(finished)
+    assert run_folder.read_run(tmp_path / "mine", "mine").records == run_folder.read_run(finished, "mine").records
+    (tmp_path / "mine" / "other").symlink_to(finished)
+    with pytest.raises(ConfigError, match="Did you mean"):
+        run_folder.read_run(tmp_path / "mine", "mine")
 
 
 def test_the_parts_of_a_planned_step_are_the_step(facts: dict[str, Any]) -> None:

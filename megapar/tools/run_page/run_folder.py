@@ -61,7 +61,10 @@ class RunFolder:
 
 
 def read_run(folder: Path, name: str) -> RunFolder:
-    """Read a run. Raises ConfigError if the folder has no metrics."""
+    """Read a run, of the folder or of the only one below it. Raises ConfigError if there are no metrics."""
+    below = [path.parent for path in folder.glob("*/metrics.jsonl")]
+    if len(below) == 1 and not any(folder.glob("*.jsonl")):
+        folder = below[0]
     path, records = _metrics(folder)
     return RunFolder(
         name=name,
@@ -73,8 +76,13 @@ def read_run(folder: Path, name: str) -> RunFolder:
 
 
 def run_names(folders: Sequence[Path]) -> list[str]:
-    """Return a name for each folder: its own, with as many of its parents' as it takes to tell the runs apart."""
+    """Return a name for each folder: its own, with as many of its parents' as it takes to tell the runs apart.
+
+    A folder that is called checkpoints, as in ``--save runs/mine/checkpoints``, has the name of the one that it is in.
+    """
     parts = [folder.resolve().parts for folder in folders]
+    named = [part[:-1] if part[-1] == "checkpoints" else part for part in parts]
+    parts = named if len(set(named)) == len(set(parts)) else parts
     for length in range(1, max(map(len, parts)) + 1):
         names = ["/".join(part[-length:]) for part in parts]
         if len(set(names)) == len(set(parts)):
