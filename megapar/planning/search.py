@@ -274,7 +274,7 @@ def describe(search: Search, near: Sequence[Result], command: str) -> str:
         speed, memory = result.plan.speed, result.plan.fullest.reserved / GIBIBYTE
         lines.append(
             f"{speed.step_seconds:9.3f} {speed.mfu:6.1%} {speed.bubble_share:7.1%} {memory:6.1f}  "
-            f"{_named(result.candidate)}"
+            f"{named(result.candidate)}"
         )
     lines += ["", "the command of the first", f"  {command}"]
     lines += ["", "one knob of it changed, and why that is not better", *_reasons(near, best[0])]
@@ -357,7 +357,7 @@ def _change(result: Result, best: Result) -> str:
     return " ".join([*flags, *unset])
 
 
-def _named(candidate: Candidate) -> str:
+def named(candidate: Candidate) -> str:
     """Return the degrees and the micro-batch in short, and the other knobs as flags."""
     short = ", ".join(f"{word} {candidate.get(name)}" for word, name in SHORT.items())
     more = {name: value for name, value in candidate.flags().items() if name not in SHORT.values()}

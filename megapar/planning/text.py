@@ -41,17 +41,26 @@ def describe(plan: Plan, *, groups: bool = False, width: int = 0) -> str:
     return "\n".join([line for part in parts for line in part] + [""])
 
 
+def verdict(plan: Plan) -> dict[str, str]:
+    """Return what a plan says in short: whether it fits, and how fast it is."""
+    world, speed = plan.config.grid.world_size, plan.speed
+    fullest = f"{_gib(plan.fullest.reserved)} of {_gib(plan.kind.memory_bytes)} on stage {plan.fullest.stage}"
+    hours = f"{plan.days * 24 * world:,.0f} device-hours"
+    return {
+        **({"fits": fullest} if plan.fits else {"DOES NOT FIT": plan.advice()}),
+        "step": f"{speed.step_seconds:.3f} s for {plan.tokens_per_step:,} tokens",
+        "MFU": f"{speed.mfu:.1%} of {_teraflops(plan.kind.peak(plan.run.dtype))}",
+        "tokens/s": f"{speed.tokens_per_second:,.0f}, {speed.tokens_per_second / world:,.0f} per device",
+        "whole run": f"{_duration(plan.days)}, {hours}, for {plan.token_budget:.4g} tokens",
+    }
+
+
 def _verdict(plan: Plan) -> Iterator[str]:
-    counts, world, speed = plan.counts, plan.config.grid.world_size, plan.speed
+    counts, world = plan.counts, plan.config.grid.world_size
     active = f", {billions(counts.active)} active per token" if counts.active != counts.total else ""
     yield f"megapar plan: {world} x {plan.kind.title}, {billions(counts.total)} parameters{active}"
-    fullest = f"{_gib(plan.fullest.reserved)} of {_gib(plan.kind.memory_bytes)} on stage {plan.fullest.stage}"
-    yield f"  fits           {fullest}" if plan.fits else f"  DOES NOT FIT   {plan.advice()}"
-    yield f"  step           {speed.step_seconds:.3f} s for {plan.tokens_per_step:,} tokens"
-    yield f"  MFU            {speed.mfu:.1%} of {_teraflops(plan.kind.peak(plan.run.dtype))}"
-    yield f"  tokens/s       {speed.tokens_per_second:,.0f}, {speed.tokens_per_second / world:,.0f} per device"
-    hours = f"{plan.days * 24 * world:,.0f} device-hours"
-    yield f"  whole run      {_duration(plan.days)}, {hours}, for {plan.token_budget:.4g} tokens"
+    for name, value in verdict(plan).items():
+        yield f"  {name:15}{value}"
 
 
 def _assumptions(plan: Plan) -> Iterator[str]:
@@ -223,7 +232,7 @@ class Drawing:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the object of ``--json``."""
-        events = [{"lane": b.lane, "name": _label(b), "start": b.start, "end": b.end} for b in self.bars]
+        events = [{"lane": b.lane, "name": label(b), "start": b.start, "end": b.end} for b in self.bars]
         return {"seconds": self.seconds, "busy_shares": self.busy, "events": events}
 
 
@@ -289,7 +298,7 @@ def _merged(bars: Sequence[Bar]) -> Iterator[Bar]:
     """Yield the bars, consecutive ones of one label as one."""
     last: Bar | None = None
     for bar in bars:
-        if last is not None and (last.lane, last.end, _label(last)) == (bar.lane, bar.start, _label(bar)):
+        if last is not None and (last.lane, last.end, label(last)) == (bar.lane, bar.start, label(bar)):
             last = last._replace(end=bar.end)
             continue
         if last is not None:
@@ -299,7 +308,7 @@ def _merged(bars: Sequence[Bar]) -> Iterator[Bar]:
         yield last
 
 
-def _label(bar: Bar) -> str:
+def label(bar: Bar) -> str:
     """Return the name without the place of the layer: the slice first; of a message inside an operator, its kind."""
     name, _, place = bar.name.partition("|")
     if " " in place and bar.lane != "compute":
@@ -316,6 +325,6 @@ def _lane(drawing: Drawing, lane: str, characters: int) -> str:
             continue
         first = min(characters - 1, round(bar.start / drawing.seconds * characters))
         width = max(1, min(characters, round(bar.end / drawing.seconds * characters)) - first)
-        text = (_label(bar) + "-" * width)[: width - 1] + "|" if width > 1 else _label(bar)[0]
+        text = (label(bar) + "-" * width)[: width - 1] + "|" if width > 1 else label(bar)[0]
         cells[first : first + width] = text
     return "".join(cells[:characters]).rstrip()

@@ -6,7 +6,7 @@ import json
 import re
 import sys
 from argparse import ArgumentParser
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megapar.config.config import FLAGS
@@ -87,6 +87,11 @@ def published_yaml(config: Json, source: str) -> str:
         f"script: {SCRIPTS[kind]}",
     ]
     return "\n".join([*header, *(f"{text:{width}}  # {key}" for text, key in lines)]) + "\n"
+
+
+def yaml_of(settings: Mapping[str, Any]) -> str:
+    """Return lines of a configuration file; settings that are None are left out."""
+    return "".join(f"{name}: {_yaml(value)}\n" for name, value in settings.items() if value is not None)
 
 
 def _yaml(value: Any) -> str:

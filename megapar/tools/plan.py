@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from megapar.arguments import FLAGS, SCRIPTS, Config, parse, resolved_values
 from megapar.config.read import about
@@ -21,13 +22,23 @@ from megapar.core.device.kinds import DeviceKind
 from megapar.core.pipeline.schedule import Schedule
 from megapar.core.pipeline.simulate import Simulation
 from megapar.errors import Complaint, ConfigError, MegaparError
+from megapar.files.disk import write_file
 from megapar.planning.assume import Assumed
 from megapar.tools.parser import Parser, count
+
+if TYPE_CHECKING:
+    from megapar.planning.plan import Plan
+    from megapar.planning.search import Search
+    from megapar.planning.variation import Variations
 
 MODELS = {"moe": ("moe", ()), "ernie": ("ernie", ()), "ernie3": ("ernie", ("--ernie-model", "ernie3"))}
 DEFAULT_KIND = "h100-80g"
 DOES_NOT_FIT = 3
 REFUSED = 2
+
+
+class OutputError(MegaparError):
+    """A file that was asked for cannot be written."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -102,6 +113,15 @@ def _add_outputs(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="find the fastest layouts of this model, batch and number of ranks; flags on the command line are kept",
     )
+    add(
+        "--html",
+        type=Path,
+        metavar="FILE",
+        help="also write a page: memory, step, a layer, ranks, with --search all layouts",
+    )
+    add(
+        "--write", type=Path, metavar="FILE.yaml", help="with --search: write the fastest layout as a file for --config"
+    )
     add("--show-schedule", action="store_true", help="draw the pipeline schedule instead")
     add("--svg", type=Path, help="with --show-schedule: also write the drawing to this file")
     add(
@@ -127,21 +147,32 @@ def _run(args: argparse.Namespace, flags: list[str]) -> int:
     assumption = replace(assumed(args.assume or header.assume), software=args.software)
     if args.search:
         assumption = replace(assumption, expert_imbalance=imbalance_of_any(args.expert_imbalance))
-        return _search(kind, line, world, device, assumption, named=named, as_json=args.json)
+        return _search(kind, line, world, device, assumption, named, args)
     config = _parsed(kind, line, world)
     if args.show_schedule:
         return _show(config, args)
     check_named(config, named)
     from megapar.planning.plan import Plan
+
+    load = expert_imbalance(args.expert_imbalance, config.model.routed_experts, config.grid.ep)
+    plan = Plan(config, device, replace(assumption, expert_imbalance=load), args.token_budget)
+    record, text = _described(plan, args)
+    sys.stdout.write(json.dumps(record) + "\n" if args.json else text)
+    if args.html is not None:
+        from megapar.tools.run_page.plan_page import plan_page
+
+        _write(args.html, plan_page(plan))
+    return 0 if plan.fits else DOES_NOT_FIT
+
+
+def _described(plan: Plan, args: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    """Return the object of --json and the text, with what else was asked for."""
+    from megapar.planning.devices import device_kind
     from megapar.planning.text import describe
 
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
-    load = expert_imbalance(args.expert_imbalance, config.model.routed_experts, config.grid.ep)
-    plan = Plan(config, device, replace(assumption, expert_imbalance=load), args.token_budget)
-    record, text = (
-        plan.to_dict() if args.json else {},
-        "" if args.json else describe(plan, groups=args.ranks, width=width),
-    )
+    record = plan.to_dict() if args.json else {}
+    text = "" if args.json else describe(plan, groups=args.ranks, width=width)
     if args.timeline:
         from megapar.planning.text import layer_timeline
 
@@ -152,7 +183,7 @@ def _run(args: argparse.Namespace, flags: list[str]) -> int:
         from megapar.tools.tracing.trace import trace
 
         traced = trace(plan.run.settled, args.trace_rank)
-        same = Plan(traced.config, device_kind("cpu"))
+        same = type(plan)(traced.config, device_kind("cpu"))
         record["trace"] = traced.to_dict()
         text += "\n" + traced.describe(same.memory[traced.stage].peak, same.traffic[traced.stage])
     if args.launches:
@@ -161,12 +192,21 @@ def _run(args: argparse.Namespace, flags: list[str]) -> int:
         launches = budget(plan.run.settled)
         record |= launches.to_dict()
         text += launches.describe() + "\n"
-    sys.stdout.write(json.dumps(record) + "\n" if args.json else text)
-    return 0 if plan.fits else DOES_NOT_FIT
+    return record, text
+
+
+def _write(path: Path, text: str) -> None:
+    """Write an output file, complete or not at all. Raises MegaparError."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_file(path.resolve(), text.encode(errors="replace"))
+    except OSError as error:
+        raise OutputError(f"{path} cannot be written: {error.strerror}") from error
+    sys.stderr.write(f"wrote {path}\n")
 
 
 def _search(
-    kind: str, line: list[str], world: int, device: DeviceKind, assumed: Assumed, *, named: str, as_json: bool
+    kind: str, line: list[str], world: int, device: DeviceKind, assumed: Assumed, named: str, args: argparse.Namespace
 ) -> int:
     """Print the best layouts for this number of ranks. Knobs of files are searched, those of the line are kept."""
     from megapar.planning.devices import check_named
@@ -189,10 +229,28 @@ def _search(
         first = search.best[0].candidate
         near = list(search.neighbours(first))
         command = launch_command(first, variations, line[:-1], world, device.node)
-    sys.stdout.write(json.dumps(to_dict(search, near, command)) + "\n" if as_json else describe(search, near, command))
+    text = json.dumps(to_dict(search, near, command)) + "\n" if args.json else describe(search, near, command)
+    sys.stdout.write(text)
     if search.best:
+        _write_best(search, variations, command, args)
         return 0
     return DOES_NOT_FIT if any(result.plan is not None for result in search.results.values()) else REFUSED
+
+
+def _write_best(search: Search, variations: Variations, command: str, args: argparse.Namespace) -> None:
+    """Write the page of a search and the file of its fastest layout, if they were asked for."""
+    best = search.best[0]
+    if args.html is not None and best.plan is not None:
+        from megapar.tools.run_page.plan_page import plan_page
+
+        _write(args.html, plan_page(best.plan, search, command))
+    if args.write is not None:
+        from megapar.tools.configs import yaml_of
+
+        world = search.scope.world_size
+        header = f"# The fastest layout of megapar plan --search on {world:,} ranks; pass it after your own --config.\n"
+        settings = {"world_size": world, **variations.unstated(best.candidate.flags())}
+        _write(args.write, f"{header}script: {SCRIPTS[variations.kind]}\n" + yaml_of(settings))
 
 
 def _without_layout(kind: str, line: list[str]) -> Config:

@@ -77,6 +77,16 @@ class StackedBar:
     parts: Mapping[str, float]
 
 
+@dataclass(frozen=True)
+class Scattered:
+    """A point of a scatter plot: its group, which has a color, its place, and its name."""
+
+    group: str
+    x: float
+    y: float
+    name: str
+
+
 @dataclass
 class Lane:
     """A row of a timeline.
@@ -137,17 +147,21 @@ def bars(
     note: str = "",
     *,
     wide: bool = True,
+    limit: float = 0.0,
 ) -> Figure | None:
-    """Return a figure of one bar below the other, with a color per part; None without bars."""
+    """Return a figure of one bar below the other, with a color per part; None without bars.
+
+    ``limit`` is the place of a line across the bars, in the quantity; 0 for none.
+    """
     if not rows:
         return None
-    size, unit = scale(quantity, [sum(row.parts.values()) for row in rows])
+    size, unit = scale(quantity, [*(sum(row.parts.values()) for row in rows), limit])
     parts = [
         {"name": part, "color": color, "values": [row.parts.get(part, 0.0) / size for row in rows]}
         for part, color in colors.items()
         if any(row.parts.get(part) for row in rows)
     ]
-    body = {"bars": [row.name for row in rows], "parts": parts}
+    body = {"bars": [row.name for row in rows], "parts": parts, "limit": limit / size}
     return Figure(title, "bars", body, unit, note, wide=wide, height=110 + 40 * len(rows))
 
 
@@ -162,6 +176,20 @@ def heat(title: str, rows: Sequence[Sequence[float]], names: Sequence[str], colu
         return None
     body = {"loads": [[round(load, 3) for load in row] for row in rows], "names": names, "columns": columns}
     return Figure(title, "heat", body, "load relative to the mean", height=max(240, min(480, 120 + 14 * len(rows))))
+
+
+def scatter(
+    title: str, points: Sequence[Scattered], colors: Mapping[str, str], axes: tuple[str, str], note: str = ""
+) -> Figure | None:
+    """Return a scatter plot with logarithmic axes, a color per group, the last on top; None without points."""
+    if not points:
+        return None
+    groups = [
+        {"name": name, "color": color, "points": [(one.x, one.y, one.name) for one in points if one.group == name]}
+        for name, color in colors.items()
+    ]
+    body = {"groups": [group for group in groups if group["points"]], "axes": axes}
+    return Figure(title, "scatter", body, "", note, wide=True, height=420)
 
 
 def spans(title: str, lanes: Sequence[Lane], colors: Mapping[str, str], note: str = "") -> Figure | None:

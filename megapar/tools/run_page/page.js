@@ -120,7 +120,8 @@
       tooltip: { ...tooltip, trigger: "item",
         formatter: (bar) => tip(bar.name, [[bar.color, bar.seriesName, `${short(bar.value)} ${figure.unit}`]]) },
       grid: { left: width(figure.bars, 12) + 12, right: 84, top, bottom: 24 },
-      xAxis: axis({ type: "value", axisLabel: { ...text, formatter: short } }),
+      xAxis: axis({ type: "value", axisLabel: { ...text, formatter: short, showMaxLabel: !figure.limit },
+        max: figure.limit ? Math.max(most, figure.limit) * 1.02 : undefined }),
       yAxis: axis({ type: "category", data: figure.bars, inverse: true, axisLabel: { fontSize: 12, color: INK } }),
       series: [
         ...figure.parts.map((part) => ({ type: "bar", stack: "all", name: part.name, color: part.color, barWidth: 24,
@@ -128,6 +129,8 @@
           label: { show: true, color: "#fff", fontSize: 11,
             formatter: (bar) => (bar.value / most > 0.06 ? short(+bar.value.toPrecision(3)) : "") } })),
         { type: "bar", stack: "all", data: total.map(() => 0), animation: false, silent: true, tooltip: { show: false },
+          markLine: { silent: true, symbol: "none", animation: false, label: { show: false },
+            lineStyle: { color: "#dc2626", width: 1.5, type: "solid" }, data: figure.limit ? [{ xAxis: figure.limit }] : [] },
           label: { show: true, position: "right", color: INK, fontSize: 12, fontWeight: 600,
             formatter: (bar) => `${short(+total[bar.dataIndex].toPrecision(3))} ${figure.unit}` } },
       ],
@@ -192,7 +195,23 @@
     };
   }
 
-  const draw = { curves, bars, heat, spans };
+  function scatter(figure, place) {
+    const { top, legend } = key(figure.groups.map((group) => group.name), place, { itemStyle: {} });
+    const log = (name, more) => axis({ type: "log", name, nameLocation: "middle", scale: true, ...more,
+      axisLabel: { ...text, formatter: short, hideOverlap: true } });
+    return {
+      legend, toolbox,
+      tooltip: { ...tooltip, formatter: (point) => tip(point.value[2],
+        [0, 1].map((one) => [point.color, figure.axes[one], short(point.value[one])])) },
+      grid: { left: 30, right: 24, top, bottom: 34, containLabel: true },
+      xAxis: log(figure.axes[0], { nameGap: 26 }),
+      yAxis: log(figure.axes[1], { nameGap: 44 }),
+      series: figure.groups.map((group) => ({ type: "scatter", name: group.name, color: group.color, animation: false,
+        symbolSize: group.points.length === 1 ? 16 : 7, itemStyle: { opacity: 0.75 }, data: group.points })),
+    };
+  }
+
+  const draw = { curves, bars, heat, spans, scatter };
   for (const place of document.querySelectorAll("[data-figure]")) {
     const figure = data.figures[+place.dataset.figure];
     const options = draw[figure.kind](figure, place), chart = echarts.init(place, null, { renderer: "svg" });
