@@ -41,6 +41,7 @@ from megapar.planning.knobs import (
 from megapar.planning.memory import stage_memory
 from megapar.planning.plan import Plan
 from megapar.planning.planned_run import Shared
+from megapar.planning.speed import Speed
 from megapar.planning.variation import MISSING, Variations, command_line
 from megapar.schema.flag import SCRIPTS
 from megapar.schema.rule import divisors
@@ -53,6 +54,8 @@ TUNED, DESCENDED = 10, 3  # layouts that are tuned, and of these those whose oth
 LEAST: Mapping[str, Any] = {"recompute_interval": 1}
 FORMS: tuple[Mapping[str, Any], ...] = ({}, {"recompute_granularity": "selective"}, LEAST)
 SHOWN = 10  # layouts
+AS_FAST = "as fast"
+MOST_OF_A_FLAG = 2  # values of a flag, next to the fastest layout's
 SHORT = {"mp": "mp_degree", "pp": "pp_degree", "cp": "cp_degree", "ep": "ep_degree", "mbs": "micro_batch_size"}
 
 
@@ -320,7 +323,7 @@ def why_not(result: Result, best: Result) -> str:
     if not result.fits:
         over = (result.plan.fullest.reserved - result.plan.kind.memory_bytes) / GIBIBYTE
         return f"needs {over:.1f} GiB more than a device has, on stage {result.plan.fullest.stage}"
-    return "as fast"
+    return AS_FAST
 
 
 def why_none(scope: Scope) -> str:
@@ -337,14 +340,26 @@ def why_none(scope: Scope) -> str:
 
 
 def _reasons(near: Sequence[Result], best: Result) -> Iterator[str]:
-    """Yield a line for each neighbour; the refused ones, whose reasons ``--json`` has, are one line."""
-    refused = []
-    for result in near:
-        words = _change(result, best)
+    """Yield a line for each neighbour, fastest first, and of each flag a few; ``--json`` has all with their reasons.
+
+    The refused ones and those that are as fast are one line.
+    """
+    refused, equal, shown = [], [], Counter[str]()
+    for result in _fastest(near):
+        words, reason = _change(result, best), why_not(result, best)
         if result.plan is None:
             refused.append(f"{words} [{result.refusal[1:].partition(']')[0]}]")
+        elif reason == AS_FAST:
+            equal.append(words)
         else:
-            yield f"  {words}: {why_not(result, best)}"
+            flag = words.split()[0]
+            shown[flag] += 1
+            if shown[flag] <= MOST_OF_A_FLAG:
+                yield f"  {words}: {reason}"
+    if more := sum(max(0, count - MOST_OF_A_FLAG) for count in shown.values()):
+        yield f"  slower still: {more} more values of these flags"
+    if equal:
+        yield f"  {AS_FAST}: {'; '.join(equal)}"
     if refused:
         yield f"  refused: {'; '.join(refused)}"
 
@@ -373,14 +388,18 @@ def _refusal(results: Iterable[Result]) -> str:
 
 def _slower(plan: Plan, best: Plan) -> str:
     """Describe the part of the time that grew most."""
-    slow, fast = plan.speed, best.speed
-    bubble = slow.bubble_share - fast.bubble_share
-    exposed = slow.exposed_seconds / slow.step_seconds - fast.exposed_seconds / fast.step_seconds
-    optimizer = (slow.optimizer_seconds - fast.optimizer_seconds) / slow.step_seconds
-    if optimizer > max(bubble, exposed, 0.005):
-        return f"the optimizer takes {slow.optimizer_seconds:.3f} s"
-    if bubble > max(exposed, 0.005):
-        return f"the bubble is {slow.bubble_share:.1%}"
-    if exposed > 0.005:
-        return f"{slow.exposed_seconds:.3f} s of communication are exposed"
-    return "its matrix products are smaller, or it recomputes more"
+    slow, fast = _parts(plan.speed), _parts(best.speed)
+    name = max(slow, key=lambda part: slow[part] - fast[part])
+    return f"{name} {slow[name]:.3f} s, not {fast[name]:.3f}"
+
+
+def _parts(speed: Speed) -> dict[str, float]:
+    """Return the parts of a step, whose sum it is."""
+    parts = {
+        "the bubble takes": speed.fill_seconds,
+        "messages between stages take": speed.hop_seconds,
+        "exposed communication takes": speed.exposed_seconds - speed.hop_seconds,
+        "the optimizer takes": speed.optimizer_seconds,
+        "waits for slower ranks take": speed.jitter_seconds,
+    }
+    return {"products and other operators take": speed.step_seconds - sum(parts.values()), **parts}

@@ -11,7 +11,8 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -31,6 +32,8 @@ from megapar.planning.knobs import (
     default,
 )
 from megapar.planning.plan import Plan
+from megapar.planning.search import _parts, _slower
+from megapar.planning.speed import Speed
 from megapar.planning.variation import MISSING, Variations, command_line
 from megapar.tools.main import main
 from tests.support.pace import usual_seconds
@@ -317,3 +320,20 @@ def test_a_trainer_has_no_knobs_of_the_other() -> None:
     offered = [knob for knob in KNOBS if any(knob.others(Candidate.of({"mp_degree": 2}), scope(kind="ernie")))]
     assert offered
     assert not any("ep_degree" in knob.flags or "ampipe_degree" in knob.flags for knob in offered)
+
+
+@pytest.mark.parametrize(
+    ("field", "word"),
+    [
+        ("fill_seconds", "the bubble takes 1.500 s, not 0.500"),
+        ("exposed_seconds", "exposed communication takes 1.300 s, not 0.300"),
+        ("optimizer_seconds", "the optimizer takes 1.250 s, not 0.250"),
+        ("step_seconds", "products and other operators take 9.950 s, not 8.950"),
+    ],
+)
+def test_the_part_that_grew_is_named(field: str, word: str) -> None:
+    fast = Speed(10.0, 0.1, 0.3, 0.25, 0.5, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.5, 1.0)
+    slow = replace(fast, step_seconds=11.0, **({} if field == "step_seconds" else {field: getattr(fast, field) + 1}))
+    plans = [cast("Plan", SimpleNamespace(speed=speed)) for speed in (slow, fast)]
+    assert _slower(*plans) == word
+    assert sum(_parts(slow).values()) == pytest.approx(11.0)
