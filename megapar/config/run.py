@@ -304,6 +304,12 @@ class LoggingOptions:
 
     role: ClassVar[roles.Role] = roles.LOGS
     log_interval: int = flag(10, "steps between log lines", unit="steps", low=1, other=2)
+    log_start: str = flag(
+        "short",
+        "lines before the first step; short: what the run is; full: also kernels, communicators and every flag that is "
+        "not at its default",
+        choices=("short", "full"),
+    )
     log_update_norms: bool = flag(
         False,
         "every --log-interval, log how far the update moved each class of tensors, and the norm of its weights; the "

@@ -288,6 +288,7 @@ TOGETHER: Mapping[str, Shown] = {
     "recompute_check_interval": Shown("order"),
     # reports
     "log_interval": Shown("lines", {"train_iters": 4}),
+    "log_start": Shown("lines"),
     "tensorboard_dir": Shown("files", value="{new}/board"),
     "metrics_jsonl": Shown("files", value="{new}/metrics.jsonl"),
     "profile": Shown("files", {"metrics_jsonl": "{new}/metrics.jsonl"}),

@@ -41,6 +41,7 @@ from megapar.training.step.evaluate import num_evaluated
 from megapar.training.step.job import Job
 from megapar.training.step.schedules import make_progressive
 
+FULL = "full"
 WIDTH = 118
 MOST_HOSTS = 6  # maximum number of hosts in a line
 _INDENT = " " * 15
@@ -61,16 +62,26 @@ def opening(
     started = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S %z")
     versions = f"megapar {__version__}, torch {torch.__version__}, Python {sys.version.split()[0]}"
     yield f"{versions}, {world.device.type}; started {started}"
-    yield _hosts(host_names)
-    yield from _flags(config)
+    full = is_full(config)
+    if full or len(host_names) > 1:
+        yield _hosts(host_names)
+    yield from _flags(config) if full else _line_of_flags(config)
     decision = compilation(config, device_class(world.device.type).compiler)
-    yield f"compiled functions: {decision}{', but a rank cannot compile' if decision.on and not compiled else ''}"
+    refused = decision.on and not compiled
+    if full or refused:
+        yield f"compiled functions: {decision}{', but a rank cannot compile' if refused else ''}"
     kind = kind_of_run(config, world.device.type, world.device.name)
     if unknown := unknown_device(config, world.device.type, world.device.name):
         yield unknown
     yield from _fp8(config, world.device)
-    yield f"attention: {attention_kernels(config, replace(kind, capability=world.device.capability))}"
+    if full:
+        yield f"attention: {attention_kernels(config, replace(kind, capability=world.device.capability))}"
     yield from _data(config, corpus)
+
+
+def is_full(config: Config) -> bool:
+    """Return True if the log begins with all that is known, and False if only with what the run is."""
+    return config.logging.log_start == FULL
 
 
 def _fp8(config: Config, device: Device) -> Iterator[str]:
@@ -111,6 +122,18 @@ def _flags(config: Config) -> Iterator[str]:
             )
 
 
+def _line_of_flags(config: Config) -> Iterator[str]:
+    """Yield the flags of the command line, in at most two lines."""
+    values = config.values()
+    given = [flag for flag in FLAGS.values() if config.origins.get(flag.name) == "flag" and config.kind in flag.models]
+    words = [written_flag for flag in given if (written_flag := _line(flag, values[flag.name]))]
+    if words:
+        text = textwrap.shorten(" ".join(words), 2 * WIDTH - 40, placeholder=" ... (--log-start full)")
+        yield from textwrap.wrap(
+            text, WIDTH, initial_indent=f"{'flags:':12}", subsequent_indent=" " * 12, break_on_hyphens=False
+        )
+
+
 def _differs(config: Config, flag: Flag, value: object) -> bool:
     return is_given(config.origins[flag.name]) and value != flag.defaults[config.kind]
 
@@ -136,7 +159,8 @@ def _data(config: Config, corpus: Corpus) -> Iterator[str]:
     yield f"this run:   {iterations:,} steps, {samples:,} samples, {tokens:,} positions{whole}"
     for number, line in enumerate(phase_lines(config)):
         yield f"{'' if number else 'phases:':12}{line}"
-    yield _tokenizer(config, corpus)
+    if is_full(config) or not isinstance(corpus.tokenizer, NoTokenizer | MockTokenizer):
+        yield _tokenizer(config, corpus)
 
 
 def _side(title: str, contents: Sequence[Content]) -> Iterator[str]:
@@ -181,14 +205,15 @@ def _tokenizer(config: Config, corpus: Corpus) -> str:
 def model_lines(config: Config, job: Job, monitor: Monitor) -> Iterator[str]:
     """Yield the lines about the layout, the model and the devices."""
     world = job.world
-    buffers = f" (about {world.group_bytes / GIBIBYTE:.1f} GiB of buffers)" if world.group_bytes else ""
-    yield f"{config.grid.describe()}, {world.num_groups} communicators{buffers}"
-    dtype = compute_dtype(config, world.device)
-    if world.axis("ep").nodes is not None:
+    full, dtype = is_full(config), compute_dtype(config, world.device)
+    if full or config.grid.world_size > 1:
+        buffers = f" (about {world.group_bytes / GIBIBYTE:.1f} GiB of buffers)" if world.group_bytes else ""
+        yield f"{config.grid.describe()}, {world.num_groups} communicators{buffers}"
+    if full and world.axis("ep").nodes is not None:
         yield f"dispatch of experts: {experts_dispatch(config, world.device).describe()}"
-    if bound := expert_bound(config, dtype.itemsize):
+    if full and (bound := expert_bound(config, dtype.itemsize)):
         yield bound
-    if products := expert_products(config, job.sizes, world.device):
+    if full and (products := expert_products(config, job.sizes, world.device)):
         yield products
     yield from width_lines(config, job.table)
     if config.training.apex:

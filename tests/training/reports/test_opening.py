@@ -51,8 +51,10 @@ class _Gpu(Device):
     capability = (8, 6)  # type: ignore[assignment]
 
 
-def said(kind: str, line: str, *, compiled: bool = False, device: Device | None = None) -> list[str]:
-    config = parse(kind, last_wins(SMALL[kind], line.split()), {})
+def said(
+    kind: str, line: str, *, compiled: bool = False, device: Device | None = None, start: str = "full"
+) -> list[str]:
+    config = parse(kind, [*last_wins(SMALL[kind], line.split()), "--log-start", start], {})
     corpus = make_corpus(config)
     world = World(config.grid, 0, device or Device(), None, torch.distributed.default_pg_timeout)
     return list(opening.opening(config, world, corpus, opening.hosts(world), compiled=compiled))
@@ -117,6 +119,17 @@ def test_versions_hosts_flags_and_data_are_told() -> None:
     aside = re.search(r"^held out:   a.jsonl: (\d+) documents, ([\d,]+) tokens$", text, re.MULTILINE)
     assert int(counted[1]) + int(aside[1]) == 401
     assert re.search(r"^tokenizer:  trained on this data, \d+ ids( of 300 rows)?, fingerprint [0-9a-f]{32}$", told[-1])
+
+
+def test_a_log_begins_with_what_the_run_is() -> None:
+    many = " ".join(f"--{name} {'x' * 50}" for name in ("metrics-jsonl", "tensorboard-dir", "save"))
+    told = said("moe", f"--config run.yaml --data-path a.jsonl --vocab-size 300 {many}", start="short")
+    assert [line.partition(":")[0].partition(" ")[0] for line in told] == [
+        *("megapar", "flags", "", "trained", "held", "evaluation", "this", "tokenizer")
+    ]
+    assert told[2].endswith("... (--log-start full)")
+    assert "--seed" not in "".join(told)  # it is in the file
+    assert not [line for line in told if len(line) > opening.WIDTH]
 
 
 def test_flags_of_several_files_are_told() -> None:
