@@ -83,7 +83,7 @@ def buckets_of(run: PlannedRun, stage: int, *, experts_only: bool = False) -> li
     rows: dict[tuple[int, bool, bool], list[ParameterSpec]] = {}
     for row in sorted(run.rows(stage), key=lambda row: place.get(row.name, 0)):
         if row.trainable and (row.expert or not experts_only):
-            rows.setdefault((place[row.name], row.fp32, row.expert), []).append(row)
+            rows.setdefault((place[row.name], row.fp32, row.expert and run.experts_apart), []).append(row)
     return [_bucket(run, members) for members in rows.values()]
 
 

@@ -356,6 +356,13 @@ class PlannedRun:
         """Return the number of ranks over which a parameter's optimizer state is sharded."""
         return self.config.grid.expert_shards if row.expert else self.config.grid.shards
 
+    @cached_property
+    def experts_apart(self) -> bool:
+        """True if experts are sharded or replicated over other ranks than all other parameters."""
+        grid = self.config.grid
+        groups = (grid.shard_group, grid.replica_group)
+        return any(group(0, expert=True) != group(0, expert=False) for group in groups)
+
     def replicas(self, row: ParameterSpec) -> int:
         """Return the number of replicas of each shard of a parameter."""
         grid = self.config.grid

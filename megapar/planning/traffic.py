@@ -177,8 +177,6 @@ def _add_sharding(run: PlannedRun, stage: int, sent: defaultdict[str, float]) ->
     sharding, e, w = run.config.sharding, run.view.item_bytes, run.view.wide_bytes
     reduce = run.reduce_bytes
     reductions = run.micro_batches if sharding.gradient_merge_mode == "micro_batch" else 1
-    full = sharding.sharding_stage == 3
-    joint = full and run.config.grid.shard_group(0, expert=True) == run.config.grid.shard_group(0, expert=False)
     rows = [(row, count, 1) for row, count in run.distinct_rows(stage) if row.trainable]
     if run.cuts_parameters:
         groups = gathered_groups(run, stage)
@@ -187,7 +185,7 @@ def _add_sharding(run: PlannedRun, stage: int, sent: defaultdict[str, float]) ->
         }
         rows = [(row, 1, again.get(row.name, 1)) for row in run.rows(stage) if row.trainable]
     for row, count, gathers in rows:
-        prefix, shards = ("expert_" if row.expert and not joint else ""), run.shards(row)
+        prefix, shards = ("expert_" if row.expert and run.experts_apart else ""), run.shards(row)
         elements = run.row_numel(row) * count
         whole = elements * shards
         share = (shards - 1) / shards

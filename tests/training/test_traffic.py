@@ -107,6 +107,20 @@ def test_matrices_travel_to_be_orthogonalized_as_planned(flags: tuple[str, ...])
     assert sent(4, "moe", *more)["stage/all_to_all"] == planned > 0
 
 
+@pytest.mark.parametrize(
+    "flags", [(), ("--sharding-degree", "2", "--hybrid-dp"), ("--sharding-degree", "1", "--hybrid-dp")]
+)
+@pytest.mark.parametrize("stage", ["1", "2"])
+def test_experts_on_the_ranks_of_all_others_are_counted_with_them(flags: tuple[str, ...], stage: str) -> None:
+    ranks = "4" if "2" in flags else "2"
+    more = ("--sharding-stage", stage, "--dtype", "fp64", *flags)
+    line = last_wins((*SMALL["moe"], *COMMON), (*more, "--validate-only", "--world-size", ranks))
+    planned = Plan(parse("moe", line, {}), device_kind("cpu")).traffic[0]
+    found = {name: size for name, size in sent(int(ranks), "moe", *more).items() if name in planned}
+    assert found == pytest.approx(planned, rel=1e-4)
+    assert not any(name.startswith("expert_") for name in planned)
+
+
 def test_gradients_travel_in_the_dtype_that_was_asked_for() -> None:
     last, others = specs("ernie")
     elements = padded(last + others, 2)

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megapar.core.comm.axis import Axis
 from megapar.core.comm.buffers import BufferPool
 from megapar.core.comm.world import World
 from megapar.core.device.dtypes import WeightProduct
@@ -285,8 +286,7 @@ def _make_buckets(
     place = {name: number for number, planned in enumerate(plan) for name in planned.names}
     groups: dict[tuple[Any, ...], list[tuple[ParameterInfo, nn.Parameter]]] = {}
     for spec, parameter in sorted(parameters, key=lambda entry: place[entry[0].name]):
-        shard, replica = _axes(spec)
-        key = (place[spec.name], parameter.dtype, world.axis(shard).ranks, world.axis(replica).ranks)
+        key = (place[spec.name], parameter.dtype, *(axis.ranks for axis in _axes(world, spec)))
         groups.setdefault(key, []).append((spec, parameter))
     pool = BufferPool.for_messages(world.device.torch_device)
     grid, rank = world.grid, world.rank
@@ -297,7 +297,7 @@ def _make_buckets(
             (spec, p, master_box(spec, grid, rank), is_primary(spec, grid, rank), master_box(spec, grid, 0).numel)
             for spec, p in members
         ]
-        cut, repeat = (world.axis(name) for name in _axes(members[0][0]))
+        cut, repeat = _axes(world, members[0][0])
         buckets.append(
             Bucket(
                 parameters=boxed,
@@ -313,5 +313,8 @@ def _make_buckets(
     return buckets
 
 
-def _axes(spec: ParameterInfo) -> tuple[str, str]:
-    return ("expert_shard", "expert_replica") if spec.expert else ("shard", "replica")
+def _axes(world: World, spec: ParameterInfo) -> tuple[Axis, Axis]:
+    """Return the axes of a parameter's shards and replicas. Experts on the ranks of all others have their axes."""
+    dense, experts = ((world.axis(f"{kind}shard"), world.axis(f"{kind}replica")) for kind in ("", "expert_"))
+    apart = any(one.ranks != other.ranks for one, other in zip(dense, experts, strict=True))
+    return experts if spec.expert and apart else dense
