@@ -1,11 +1,12 @@
 """A coordinate check of --mup-base-hidden-size, and the best learning rates of a narrow and of a wide model.
 
     python -m benchmarks.mup.run coordinates [--picture FILE]    a minute; widths 64 to 512, with muP and without
-    python -m benchmarks.mup.run transfer                        7 rates, 3 seeds, widths 128 and 512; under 30 minutes
+    python -m benchmarks.mup.run transfer [--kept FILE]          7 rates, 3 seeds, widths 128 and 512; under 30 minutes
 
 coordinates: after a few steps on one sequence, the root mean square of how far each output moved, at every width. Its
 slope is that of log2(change) over log2(width): 0 if features learn alike at every width.
-transfer: the mean loss of the last tenth of the steps for each rate, and the best rate of each width.
+transfer: the mean loss of the last tenth of the steps for each rate, and the best rate of each width. FILE keeps the
+loss of each run, so that the same command goes on where it was cut.
 """
 
 from __future__ import annotations
@@ -13,16 +14,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import json
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
+from benchmarks.support.chains import LENGTH, WORDS, Chains
 from benchmarks.support.table import machine, print_json, print_table
 from megapar.arguments import parse
 from megapar.data.own_data import OwnData
@@ -30,7 +32,7 @@ from megapar.model.decoder.model import LmHead
 from megapar.trainer import train
 from megapar.training.loop.callbacks import TrainerCallback
 
-HEAD, LENGTH, WORDS = 32, 64, 64
+HEAD = 32
 OPTIMIZERS: Mapping[str, tuple[str, ...]] = {
     "adamw": ("--optimizer", "adamw", "--lr", "2e-3"),
     "muon spectral": ("--optimizer", "muon", "--lr", "2e-3", "--muon-extra-scale-factor", "0.2"),
@@ -50,28 +52,6 @@ def flags_of(width: int, base: int, batch: int, steps: int) -> list[str]:
         *("--eval-interval", "0", "--log-interval", str(10**6), "--device", "cpu", "--device-tflops", "1"),
         *("--mup-base-hidden-size", str(base)),
     ]
-
-
-class Chains:
-    """Sequences of a random chain: a word follows from the two before it, by one of four with unequal chances.
-
-    Args:
-        count: Number of sequences.
-    """
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-        self._next = np.random.default_rng(1).integers(WORDS, size=(WORDS, 4, 4))
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, number: int) -> np.ndarray:
-        draw = np.random.default_rng((2, number))
-        choices, words = draw.choice(4, size=LENGTH + 1, p=(0.7, 0.15, 0.1, 0.05)), [int(draw.integers(WORDS)), 0]
-        for choice in choices[1:]:
-            words.append(int(self._next[words[-1], words[-2] % 4, choice]))
-        return np.array(words[: LENGTH + 1])
 
 
 class Outputs(TrainerCallback):
@@ -135,13 +115,44 @@ def loss(width: int, base: int, rate: float, seed: int, steps: int, batch: int) 
     return statistics.fmean(record.loss for record in records[-max(1, steps // 10) :])
 
 
+class KeptLosses:
+    """Losses of runs by their arguments, in a file to which each new one is added. None: nothing is kept."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+
+    def get(self, run: tuple[float, ...], make: Callable[[], float]) -> float:
+        """Return the loss of a run, which is made if the file lacks it."""
+        if self._path is None:
+            return make()
+        lines = self._path.read_text().splitlines() if self._path.exists() else []
+        known = {tuple(line["run"]): float(line["loss"]) for line in map(json.loads, lines)}
+        if run not in known:
+            known[run] = make()
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("a") as file:
+                file.write(json.dumps({"run": run, "loss": known[run]}) + "\n")
+        return known[run]
+
+
 def transfer(
-    widths: Sequence[int], rates: Sequence[float], seeds: int, steps: int, batch: int, *, plain: bool = False
+    widths: Sequence[int],
+    rates: Sequence[float],
+    seeds: int,
+    steps: int,
+    batch: int,
+    *,
+    plain: bool = False,
+    kept: KeptLosses | None = None,
 ) -> dict[int, list[list[float]]]:
     """Return the losses by width, rate and seed; the first width is that of the base. plain: without muP."""
-    base = 0 if plain else widths[0]
+    kept, base = kept or KeptLosses(None), 0 if plain else widths[0]
+
+    def one(*run: Any) -> float:
+        return kept.get(run, lambda: loss(*run))
+
     return {
-        width: [[loss(width, base, rate, seed, steps, batch) for seed in range(1, seeds + 1)] for rate in rates]
+        width: [[one(width, base, rate, seed, steps, batch) for seed in range(1, seeds + 1)] for rate in rates]
         for width in widths
     }
 
@@ -196,7 +207,8 @@ def _coordinates(options: argparse.Namespace) -> dict[str, object]:
 
 def _transfer(options: argparse.Namespace) -> dict[str, object]:
     widths, steps = options.widths or [128, 512], options.steps or 150
-    found = transfer(widths, RATES, options.seeds, steps, batch=8, plain=options.plain)
+    kept = KeptLosses(options.kept)
+    found = transfer(widths, RATES, options.seeds, steps, batch=8, plain=options.plain, kept=kept)
     print_table(
         ("width", *(f"{rate:.2g}" for rate in RATES), "best"),
         [
@@ -217,6 +229,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--plain", action="store_true", help="transfer: without muP")
+    kept = Path("build", "mup", "losses.jsonl")
+    parser.add_argument("--kept", type=Path, default=kept, help=f"transfer: the file of losses, by default {kept}")
     parser.add_argument("--picture", help="coordinates: write this SVG file")
     options = parser.parse_args()
     result = _coordinates(options) if options.part == "coordinates" else _transfer(options)
