@@ -352,8 +352,8 @@ class OptimizerOptions:
     adam_eps: float = flag(1e-8, "AdamW epsilon", above=0, other=0.001)
     exp_avg_dtype: str = flag(
         "fp32",
-        "AdamW: dtype of the first moment; fp32: that of the master weights; bf16: rounded stochastically, alike on "
-        "every layout",
+        "AdamW: dtype of the first moment, and of Muon's momentum; fp32: that of the master weights; bf16: rounded "
+        "stochastically, alike on every layout",
         choices=("fp32", "bf16"),
     )
     exp_avg_sq_dtype: str = flag(
@@ -361,13 +361,13 @@ class OptimizerOptions:
     )
     main_grads_dtype: str = flag(
         "fp32",
-        "AdamW: dtype in which gradients are summed and kept until the update; fp32: that of the master weights",
+        "AdamW, Muon: dtype in which gradients are summed and kept until the update; fp32: that of the master weights",
         choices=("fp32", "bf16"),
         role=roles.PRECISION,
     )
     store_param_remainders: bool = flag(
         False,
-        "AdamW: keep master weights as bf16 weights, rounded half up, and the 16 bits that these lack",
+        "AdamW, Muon: keep master weights as bf16 weights, rounded half up, and the 16 bits that these lack",
         role=roles.PRECISION,
     )
     override_opt_param_scheduler: bool = flag(

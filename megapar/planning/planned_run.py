@@ -248,7 +248,10 @@ class PlannedRun:
 
     def state_bytes(self, row: ParameterSpec) -> int:
         """Return the bytes of optimizer state for each master weight of a parameter."""
-        return self.view.wide_bytes if row.matrix else self._other_bytes  # a matrix has its momentum
+        if not row.matrix:
+            return self._other_bytes
+        narrow = self.config.optimizer.exp_avg_dtype == "bf16"  # a matrix has its momentum
+        return ITEM_BYTES["bf16"] if narrow else self.view.wide_bytes
 
     @cached_property
     def _other_bytes(self) -> int:

@@ -74,8 +74,8 @@ RULES: tuple[Rule, ...] = (
     _two_bytes(
         "optimizer",
         "optimizer",
-        lambda f: f.optimizer == "adamw",
-        "are read by the update of AdamW alone",
+        lambda f: f.optimizer != "sgd",
+        "are read by the updates of AdamW and Muon alone",
         "--optimizer sgd",
     ),
     _two_bytes(
@@ -105,13 +105,6 @@ RULES: tuple[Rule, ...] = (
         lambda f: not f.moe_rebalance_interval,
         "--moe-rebalance-interval moves rows of them whole",
         "--world-size 2 --ep-degree 2 --num-experts 4 --moe-rebalance-interval 100",
-    ),
-    _moments(
-        "muon",
-        "optimizer",
-        lambda f: f.optimizer == "muon",
-        "of AdamW alone; under --optimizer muon only some parameters have them",
-        "--optimizer muon",
     ),
     _moments(
         "offload",

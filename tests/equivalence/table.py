@@ -1011,6 +1011,8 @@ MUON_ROWS: tuple[Row, ...] = (
     Row("gpt", 4, (*MP2, *_stages(2)[0]), (*MUON, "--muon-scale-mode", "shape_scaling"), 2),
     Row("ernie", 4, (*MP2, *SP, *_stages(2)[1]), MUON, 2),
     Row("ernie3", 2, _stages(2)[2], MUON),
+    Row("moe", 4, (*MP2, *_stages(2)[1]), (*MUON, *TWO_BYTES), 2),
+    Row("moe", 2, (*EP2, *_stages(2)[2]), (*MUON, *TWO_BYTES)),
 )
 
 # Products in fp8, emulated: a scale belongs to one rank, so that every layout has the scales of one process.

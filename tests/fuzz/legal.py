@@ -93,8 +93,8 @@ def base_widths(d: Drawn) -> list[int | None]:
 
 
 def rounds_moments(d: Drawn) -> bool:
-    """Moments are AdamW's, on the device, and belong to tensors that stay where they are."""
-    return d.optimizer is None and not d.get("optimizer_offload") and not d.get("moe_rebalance_interval")
+    """Moments are AdamW's or Muon's, on the device, and belong to tensors that stay where they are."""
+    return d.optimizer in (None, "muon") and not d.get("optimizer_offload") and not d.get("moe_rebalance_interval")
 
 
 def has_two_bytes(d: Drawn) -> bool:

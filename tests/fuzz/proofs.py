@@ -87,7 +87,6 @@ PROOFS: dict[str, Proof] = {
     "not-built-two-bytes-stage-3": Proof(argument="FSDP2's parameters and gradients would stay in fp32"),
     "not-built-remainders-qk-clip": Proof(argument="factors would be applied to remainders"),
     "not-built-remainders-rebalance": Proof(argument="an expert's remainders would move without its weights"),
-    "not-built-bf16-moments-muon": Proof(argument="moments would stay in fp32 beside a flag that says bf16"),
     "not-built-bf16-moments-offload": Proof(argument="states of two dtypes would share memory of one"),
     "not-built-bf16-moments-rebalance": Proof(
         argument="an expert's moments would be rounded by the random numbers of the expert whose place it has"

@@ -88,6 +88,14 @@ def test_a_matrix_has_one_state_and_other_parameters_two() -> None:
     assert Plan(run.config, run.kind).memory[0].optimizer == 4 * words
 
 
+def test_the_momentum_of_a_matrix_may_have_two_bytes() -> None:
+    run = planned(4, "--exp-avg-dtype", "bf16")
+    rows = [row for row in run.rows(0) if row.trainable]
+    assert Plan(run.config, run.kind).memory[0].optimizer == sum(
+        run.row_numel(row) * (4 + 2 if row.matrix else 4 + 2 + 4) for row in rows
+    )
+
+
 def test_iterations_take_the_time_of_their_steps_and_share_the_work() -> None:
     def plan(world_size: int, *flags: str) -> Plan:
         line = [*WIDE, *flags, "--validate-only", "--world-size", str(world_size)]

@@ -19,9 +19,13 @@ from torch import Tensor
 
 from megapar.core.comm import collectives
 from megapar.core.comm.axis import Axis
+from megapar.core.device.adamw import OTHER_SLAB, SLAB
+from megapar.core.device.remainders import join_master, split_master
+from megapar.core.device.stochastic_rounding import random_bits, rounded
+from megapar.core.device.tensor_piece import ShardPieces
 from megapar.core.optimizer.matrix_plan import Matrix, MatrixPlan, Piece, Round
 from megapar.core.optimizer.newton_schulz import COEFFICIENTS, SCALES, orthogonalize
-from megapar.core.optimizer.optimizer import Optimizer
+from megapar.core.optimizer.optimizer import Optimizer, zeros_of
 from megapar.core.optimizer.states import MOMENTUM
 from megapar.core.optimizer.update_rule import CONSTANT, AdamW, StepRates
 from megapar.core.sharding.master_shard import ParameterView
@@ -61,6 +65,8 @@ class MuonOptimizer:
     Args:
         matrices: All matrices of this rank's stage, in the same order on each of its ranks.
         stage: The ranks of this rank's pipeline stage.
+        pieces: For each master shard, the pieces of Hugging Face tensors; None: nothing is rounded. Momentum has the
+            dtype of the first moment of AdamW, and is rounded like it.
     """
 
     def __init__(
@@ -71,19 +77,24 @@ class MuonOptimizer:
         stage: Axis,
         rule: MuonRule,
         others: AdamW,
+        pieces: Sequence[ShardPieces] | None = None,
     ) -> None:
         self._shards, self._sharding = sharding.master_shards, sharding
         self._matrices, self._plan, self._stage, self._rule = matrices, plan, stage, rule
+        self._wide = self._shards[0].dtype  # in which gradients and momenta of two bytes are averaged
         self._matrix_shards = [shard for shard in self._shards if shard.matrix]
-        self._momenta = [torch.zeros_like(shard.master) for shard in self._matrix_shards]
-        rest = [shard for shard in self._shards if not shard.matrix]
-        self._others = Optimizer(rest, others)
+        self._momenta = [
+            zeros_of(shard.master, others.state_dtype(others.states[0], shard.dtype)) for shard in self._matrix_shards
+        ]
+        numbers = [[n for n, shard in enumerate(self._shards) if shard.matrix == matrix] for matrix in (False, True)]
+        apart, self._pieces = ([pieces[n] for n in each] if pieces else None for each in numbers)
+        self._others = Optimizer([shard for shard in self._shards if not shard.matrix], others, apart)
         self.states = (MOMENTUM, *others.states)
         masters = self._views([shard.master for shard in self._matrix_shards])
         self._masters = {view.spec.name: view for view in masters}
         self._views_of_momenta = {view.spec.name: view for view in self._views(self._momenta)}
 
-    def _views(self, tensors: Sequence[Tensor]) -> Iterator[ParameterView]:
+    def _views(self, tensors: Sequence[Tensor | None]) -> Iterator[ParameterView]:
         """Yield the pieces of matrices' parameters, given a tensor for each of their shards."""
         given = iter(tensors)
         return self._sharding.views([next(given) if shard.matrix else None for shard in self._shards])
@@ -97,10 +108,13 @@ class MuonOptimizer:
         rates: StepRates = CONSTANT,
     ) -> None:
         """Update all masters from their gradients. For ``found_inf`` and ``grad_scale`` see ``Update``."""
+        number = self._others.next_update if self._pieces else None
         self._others.step(lr, found_inf, grad_scale, rates)
         decay = lr * (self._rule.weight_decay if rates.weight_decay is None else rates.weight_decay)
         gradients = self._gradients(grad_scale)
-        self._average(gradients, found_inf)
+        self._average(gradients, found_inf, number)
+        split = [None if shard.weights is None else shard.weights() for shard in self._matrix_shards]
+        self._weights = {view.spec.name: view for view in self._views(split)}
         pieces = {view.spec.name: view for view in self._views(gradients)}
         previous: _Flight | None = None
         device = self._shards[0].master.device
@@ -124,23 +138,39 @@ class MuonOptimizer:
             torch._foreach_div_(grads, grad_scale)
         return grads
 
-    def _average(self, gradients: Sequence[Tensor], found_inf: Tensor | None) -> None:
-        """Move the momenta towards the gradients, unless the step is skipped."""
-        if not self._momenta:
+    def _average(self, gradients: Sequence[Tensor], found_inf: Tensor | None, update: Tensor | None) -> None:
+        """Move the momenta towards the gradients, unless the step is skipped. update: Its number, for roundings."""
+        share = 1 - self._rule.momentum
+        if found_inf is None and self._pieces is None:
+            if self._momenta:
+                torch._foreach_lerp_(self._momenta, list(gradients), share)
             return
-        if found_inf is None:
-            torch._foreach_lerp_(self._momenta, list(gradients), 1 - self._rule.momentum)
-            return
-        for momentum, gradient in zip(self._momenta, gradients, strict=True):
-            momentum.copy_(torch.where(found_inf > 0, momentum, momentum.lerp(gradient, 1 - self._rule.momentum)))
+        pieces = self._pieces or [None] * len(self._momenta)
+        for momentum, gradient, of_shard in zip(self._momenta, gradients, pieces, strict=True):
+            if of_shard is not None and update is not None and momentum.dtype == torch.bfloat16:
+                self._round_average(momentum, gradient, of_shard, update, found_inf)
+            else:
+                moved = momentum.lerp(gradient.to(momentum.dtype), share)
+                momentum.copy_(moved if found_inf is None else torch.where(found_inf > 0, momentum, moved))
+
+    def _round_average(
+        self, momentum: Tensor, gradient: Tensor, pieces: ShardPieces, update: Tensor, found_inf: Tensor | None
+    ) -> None:
+        """Move a momentum in bf16, by operations that round each element alike wherever it lies."""
+        most = SLAB.get(momentum.device.type, OTHER_SLAB)
+        for piece in (slab for whole in pieces.pieces for slab in whole.slabs(most)):
+            old, new = piece.within(momentum), piece.within(gradient).to(self._wide)
+            moved = (new * (1 - self._rule.momentum)).add_(old.to(self._wide) * self._rule.momentum)
+            result = rounded(moved, random_bits(piece.key, update, piece.indices(old.device)), 0)
+            old.copy_(result if found_inf is None else torch.where(found_inf > 0, old, result))
 
     def _looked_ahead(self, of: Round, gradients: dict[str, ParameterView]) -> list[Tensor]:
         """Return the pieces that this rank sends in a round: momenta, or gradients moved towards them (Nesterov)."""
         pieces = list(chain.from_iterable(of.sent))
-        momenta = [self._part(self._views_of_momenta, piece) for piece in pieces]
+        momenta = [self._part(self._views_of_momenta, piece).to(self._wide) for piece in pieces]
         if not self._rule.nesterov or not momenta:
             return momenta
-        parts = [self._part(gradients, piece) for piece in pieces]
+        parts = [self._part(gradients, piece).to(self._wide) for piece in pieces]
         return list(torch._foreach_lerp(parts, momenta, self._rule.momentum))
 
     def _part(self, views: dict[str, ParameterView], piece: Piece) -> Tensor:
@@ -151,9 +181,15 @@ class MuonOptimizer:
         """Move this rank's pieces by the results of a round. decay: share of matrices with decay that a step takes."""
         for piece, update in flight.results():
             matrix, master = self._matrices[piece.matrix], self._part(self._masters, piece)
-            step = update.to(master.dtype) * (-lr * self._rule.factor(matrix))
-            step.add_(master, alpha=-decay if matrix.parameter.decay else 0.0)
-            master.add_(step if found_inf is None else torch.where(found_inf > 0, 0.0, step))
+            split = matrix.parameter.name in self._weights
+            values = join_master(self._part(self._weights, piece), master) if split else master
+            step = update.to(values.dtype) * (-lr * self._rule.factor(matrix))
+            step.add_(values, alpha=-decay if matrix.parameter.decay else 0.0)
+            values.add_(step if found_inf is None else torch.where(found_inf > 0, 0.0, step))
+            if split:
+                weights, remainders = split_master(values)
+                self._part(self._weights, piece).copy_(weights)
+                master.copy_(remainders)
 
     def state(self, name: str) -> list[Tensor | None]:
         """Return a state of every shard, None of those that have no such state."""

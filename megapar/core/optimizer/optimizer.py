@@ -24,7 +24,7 @@ class Optimizer:
         self._shards, self._pieces = shards, pieces
         self._rule, self.states = rule, rule.states
         self._states = {
-            name: [_zeros(shard.master, rule.state_dtype(name, shard.dtype)) for shard in shards]
+            name: [zeros_of(shard.master, rule.state_dtype(name, shard.dtype)) for shard in shards]
             for name in rule.states
         }
         self._steps = [torch.zeros((), dtype=torch.float32, device=shard.master.device) for shard in shards]
@@ -59,6 +59,11 @@ class Optimizer:
         return self._states[name]
 
     @property
+    def next_update(self) -> Tensor:
+        """The number of the next update, from 1: a scalar int64 tensor on the device."""
+        return (self._steps[0] + 1).to(torch.int64)
+
+    @property
     def num_steps(self) -> int:
         """Number of updates so far."""
         return int(self._steps[0].item())
@@ -69,7 +74,7 @@ class Optimizer:
             step.fill_(float(steps))
 
 
-def _zeros(master: Tensor, dtype: torch.dtype) -> Tensor:
+def zeros_of(master: Tensor, dtype: torch.dtype) -> Tensor:
     """Return zeros in the shape of a master, in memory of a whole number of 32-bit integers, as digests read it."""
     if dtype == master.dtype:
         return torch.zeros_like(master)

@@ -9,6 +9,7 @@ import torch
 from megapar.arguments import Config
 from megapar.core.comm.world import World
 from megapar.core.device.kinds import device_class
+from megapar.core.device.tensor_piece import ShardPieces
 from megapar.core.optimizer.matrix_plan import flops, plan_matrices
 from megapar.core.optimizer.muon import MuonOptimizer, MuonRule
 from megapar.core.optimizer.update_rule import AdamW
@@ -19,9 +20,17 @@ from megapar.training.step.dtypes import DTYPES
 
 
 def make_muon(
-    config: Config, world: World, sharding: Sharding, table: Sequence[ParameterSpec], others: AdamW
+    config: Config,
+    world: World,
+    sharding: Sharding,
+    table: Sequence[ParameterSpec],
+    others: AdamW,
+    pieces: Sequence[ShardPieces] | None,
 ) -> MuonOptimizer:
-    """Return the optimizer of this rank's masters. Every rank calls this at the same place."""
+    """Return the optimizer of this rank's masters. Every rank calls this at the same place.
+
+    pieces: Of each master shard, if something is rounded.
+    """
     options, grid = config.optimizer, world.grid
     stage = world.make_stage()
     here = grid.coordinates(world.rank)["pp"]
@@ -46,10 +55,10 @@ def make_muon(
         lambda matrix: flops(matrix.rows, matrix.columns, rule.steps),
         device_class(world.device.type).whole_elements,
     )
-    return MuonOptimizer(sharding, matrices, plan, stage, rule, others)
+    return MuonOptimizer(sharding, matrices, plan, stage, rule, others, pieces)
 
 
 def _dtype(world: World, sharding: Sharding) -> torch.dtype:
     """Return the dtype of ``--muon-ns-dtype auto``: that of the masters on a CPU and in fp64, else bf16."""
-    masters = sharding.master_shards[0].master.dtype
+    masters = sharding.master_shards[0].dtype
     return torch.bfloat16 if world.device.is_async and masters != torch.float64 else masters

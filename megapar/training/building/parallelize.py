@@ -244,21 +244,21 @@ def _pipelined(
 def _make_optimizer(
     config: Config, world: World, sharding: Sharding, table: Sequence[ParameterSpec]
 ) -> Optimizer | OffloadedOptimizer | MuonOptimizer:
-    rule = _update_rule(config)
+    rule, pieces = _update_rule(config), None
+    if isinstance(rule, RoundedAdamW):
+        rows, seed = {spec.name: spec for spec in table}, config.training.seed
+
+        def regions(spec: ParameterInfo) -> list[TensorRegion]:
+            row = rows[spec.name]
+            return [TensorRegion(piece_box(row, piece), tensor_key(seed, piece.hf_name)) for piece in row.pieces]
+
+        pieces = pieces_of(sharding, regions)
     if config.optimizer.optimizer == "muon":
         assert isinstance(rule, AdamW)
-        return make_muon(config, world, sharding, table, rule)
+        return make_muon(config, world, sharding, table, rule, pieces)
     if config.sharding.optimizer_offload:
         return OffloadedOptimizer(sharding.master_shards, world.device, rule)
-    if not isinstance(rule, RoundedAdamW):
-        return Optimizer(sharding.master_shards, rule)
-    rows, seed = {spec.name: spec for spec in table}, config.training.seed
-
-    def regions(spec: ParameterInfo) -> list[TensorRegion]:
-        row = rows[spec.name]
-        return [TensorRegion(piece_box(row, piece), tensor_key(seed, piece.hf_name)) for piece in row.pieces]
-
-    return Optimizer(sharding.master_shards, rule, pieces_of(sharding, regions))
+    return Optimizer(sharding.master_shards, rule, pieces)
 
 
 def _qk_clip(config: Config, world: World, model: Model, sharding: Sharding) -> QkClip | None:

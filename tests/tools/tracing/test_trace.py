@@ -63,6 +63,11 @@ BY_NODE = "--ep-degree 4 --moe-dispatch node --seq-length 192 --num-experts 4 --
 LAYER_AHEAD = f"{ROUTED} --mtp-depth 1 --mtp-block layer"
 ODD = f"{GPT} --mp-degree 2 --vocab-size 31 --hidden-size 128 --micro-batch-size 1"
 PIPELINE = "--pp-degree 4 --gradient-merge-acc-step 8 --num-layers 8"
+TWO_BYTES = {
+    "gradients": "--main-grads-dtype bf16",
+    "moments": "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16",
+    "remainders": "--store-param-remainders",
+}
 
 # (rank, ranks, model and flags), in bf16 but for the last
 TRACED: dict[str, tuple[int, int, str]] = {
@@ -99,6 +104,8 @@ TRACED: dict[str, tuple[int, int, str]] = {
     # The ranks of a stage differ in what they send of matrices; a plan has the first one.
     "muon": (0, 8, f"{DENSE} --optimizer muon"),
     "muon, ep 2, emp 2": (0, 4, f"{ROUTED} --ep-degree 2 {SEQUENCE} --optimizer muon"),
+    "two bytes": (3, 8, f"{DENSE} {' '.join(TWO_BYTES.values())}"),
+    "muon, two bytes": (0, 8, f"{DENSE} --optimizer muon {' '.join(TWO_BYTES.values())}"),
     "odd vocabulary, the rank with less": (1, 4, ODD),
     "odd vocabulary, stage 3": (0, 4, f"{ODD} --sharding-stage 3"),
     "large shards": (
@@ -255,6 +262,16 @@ def test_a_plan_is_a_bound_of_real_runs(name: str) -> None:
     for peak, planned, sent, told, most in run_ranks(ranks, measured, line, group=False):
         assert peak <= planned <= most * peak
         same_traffic(sent, told, masked=False)
+
+
+def test_two_byte_state_saves_what_is_planned() -> None:
+    """On one rank, where the plan of a CPU is no bound."""
+    plain = run_ranks(1, measured, THREE, group=False)[0]
+    for name, flags in (*TWO_BYTES.items(), ("all", " ".join(TWO_BYTES.values()))):
+        narrow = run_ranks(1, measured, f"{THREE} {flags}", group=False)[0]
+        saved, planned = (before - after for before, after in zip(plain[:2], narrow[:2], strict=True))
+        assert saved == pytest.approx(planned, rel=0.03), name
+        assert saved > 0, name
 
 
 def test_the_command_shows_both(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import zlib
 from dataclasses import replace
 from datetime import timedelta
 
@@ -18,6 +20,7 @@ from megapar.model.spec import table_of
 from megapar.training.building.matrices import marked, matrices_of
 from megapar.training.building.parallelize import parallelize
 from tests.model.small import DENSE, ERNIE, LATENT, MOE
+from tests.support.ranks import run_ranks
 from tests.support.training import COMMON, SMALL, last_wins, run
 
 FLAGS = ("--dtype", "fp64", "--optimizer", "muon", "--lr", "0.02", "--muon-extra-scale-factor", "0.2")
@@ -119,6 +122,19 @@ def test_a_step_by_hand() -> None:
     assert job.optimizer.num_steps == 1
 
 
+def test_momentum_in_bf16_is_right_in_the_mean() -> None:
+    """A momentum moves to 0.05 of a fixed gradient, between neighbours whose distance is 1/128 of the lower power."""
+    job = made("--exp-avg-dtype", "bf16")
+    for shard in job.sharding.master_shards:
+        shard.grad = torch.full_like(shard.master, 1.0)
+    job.optimizer.step(0.02)
+    momenta = [state for state in job.optimizer.state("momentum_buffer") if state is not None]
+    values = torch.cat([state.flatten() for state in momenta if state.any()])
+    assert values.dtype == torch.bfloat16
+    assert len(values.unique()) == 2
+    assert values.double().mean().item() == pytest.approx(0.05, rel=1e-4)
+
+
 def test_a_matrix_without_a_gradient_moves_by_decay_only() -> None:
     job = made()
     for shard in job.sharding.master_shards:
@@ -130,9 +146,10 @@ def test_a_matrix_without_a_gradient_moves_by_decay_only() -> None:
         torch.testing.assert_close(after[name], before[name] * (1 - 0.02 * 0.1), rtol=1e-15, atol=0)
 
 
+@pytest.mark.parametrize("flags", [(), ("--exp-avg-dtype", "bf16")])
 @pytest.mark.parametrize("found", [0.0, 1.0])
-def test_a_device_that_finds_a_bad_gradient_skips_the_update(found: float) -> None:
-    job, plain = made(), made()
+def test_a_device_that_finds_a_bad_gradient_skips_the_update(found: float, flags: tuple[str, ...]) -> None:
+    job, plain = made(*flags), made(*flags)
     optimizer = job.optimizer
     assert isinstance(optimizer, MuonOptimizer)
     if found:
@@ -159,6 +176,53 @@ def test_several_rounds_take_the_step_of_one(monkeypatch: pytest.MonkeyPatch) ->
         job.optimizer.step(0.02)
     for one, two in zip(*(job.sharding.master_shards for job in jobs), strict=True):
         torch.testing.assert_close(one.master, two.master, rtol=1e-13, atol=1e-14)
+
+
+def gradient_of(spec):  # type: ignore[no-untyped-def]
+    """The gradient of a whole parameter, by its name."""
+    generator = torch.Generator().manual_seed(zlib.crc32(spec.name.encode()))
+    return torch.randn(spec.shape, dtype=torch.float64, generator=generator)
+
+
+def moved(rank: int, world_size: int, rendezvous: str, flags: tuple[str, ...]):  # type: ignore[no-untyped-def]
+    """This rank's pieces of matrices: parameter -> (place, what a step without decay moves it by)."""
+    line = last_wins((*SMALL["moe"], *COMMON), (*FLAGS, "--weight-decay", "0", *flags))
+    config = parse("moe", line, dict(os.environ))
+    world = World.start(config.grid, Device(), timedelta(seconds=60), f"file://{rendezvous}")
+    job = parallelize(config, world)
+    shards = job.sharding.master_shards
+    for shard in shards:
+        shard.grad = torch.zeros_like(shard.master)
+    for view in job.sharding.views([shard.grad for shard in shards]):
+        view.tensor.copy_(gradient_of(view.spec)[view.box.slices])
+    before = pieces(job, [shard.master for shard in shards])
+    job.optimizer.step(0.02)
+    views = list(job.sharding.views([shard.master for shard in shards]))
+    result = {v.spec.name: (v.box.slices, v.tensor - before[v.spec.name]) for v in views if v.spec.matrix}
+    world.close()
+    return result
+
+
+@pytest.mark.parametrize("flags", [("--mp-degree", "2"), ("--sharding-degree", "2"), ("--sharding-stage", "3")])
+def test_ranks_move_whole_matrices_where_their_pieces_alone_would_move_otherwise(flags: tuple[str, ...]) -> None:
+    (one,) = run_ranks(1, moved, (), group=False)
+    two = run_ranks(2, moved, flags, group=False)
+    assert one.keys() == two[0].keys()
+    for name, (_, want) in one.items():
+        whole = torch.full_like(want, torch.nan)
+        for rank in two:
+            place, piece = rank[name]
+            whole[place] = piece
+        assert (whole - want).norm() <= 1e-12 * want.norm(), name
+    spec = next(spec for spec in table_of(MOE) if spec.name == "layers.1.attention.proj.weight")
+    _, want = one[spec.name]
+    apart, gradient = torch.empty_like(want), gradient_of(spec)
+    for rank in two:
+        place, piece = rank[spec.name]
+        rows = gradient[place].flatten(1) if piece.shape[0] < 32 else gradient[place].reshape(32, -1)
+        made = orthogonalize(rows[None], COEFFICIENTS["quintic"], 5)[0]
+        apart[place] = -0.02 * 0.2 * SCALES["spectral"](32, 32) * made.reshape(piece.shape)
+    assert (apart - want).norm() > 0.1 * want.norm()
 
 
 def test_a_run_goes_on_on_another_layout(tmp_path) -> None:  # type: ignore[no-untyped-def]
