@@ -108,11 +108,11 @@ class MuonOptimizer:
         rates: StepRates = CONSTANT,
     ) -> None:
         """Update all masters from their gradients. For ``found_inf`` and ``grad_scale`` see ``Update``."""
-        number = self._others.next_update if self._pieces else None
+        update = self._others.next_update if self._pieces else None
         self._others.step(lr, found_inf, grad_scale, rates)
         decay = lr * (self._rule.weight_decay if rates.weight_decay is None else rates.weight_decay)
         gradients = self._gradients(grad_scale)
-        self._average(gradients, found_inf, number)
+        self._average(gradients, found_inf, update)
         split = [None if shard.weights is None else shard.weights() for shard in self._matrix_shards]
         self._weights = {view.spec.name: view for view in self._views(split)}
         pieces = {view.spec.name: view for view in self._views(gradients)}
@@ -145,7 +145,7 @@ class MuonOptimizer:
             if self._momenta:
                 torch._foreach_lerp_(self._momenta, list(gradients), share)
             return
-        pieces = self._pieces or [None] * len(self._momenta)
+        pieces: list[ShardPieces | None] = [*self._pieces] if self._pieces else [None] * len(self._momenta)
         for momentum, gradient, of_shard in zip(self._momenta, gradients, pieces, strict=True):
             if of_shard is not None and update is not None and momentum.dtype == torch.bfloat16:
                 self._round_average(momentum, gradient, of_shard, update, found_inf)
