@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from megapar.model.decoder.keys import of_both, windowed, wrong_list
+from megapar.model.decoder.keys import alternating, every_kind, of_both, wrong_list
 from megapar.model.decoder.layer_ropes import rope_or_same, rope_text
 from megapar.model.decoder.rope_keys import UNSCALED, object_of, rope_of, rope_settings
 from megapar.model.decoder.windows import window_or_none
@@ -41,24 +41,16 @@ def alternating_settings(
         old_every: Old key of ``every``; "" for a class without one.
         old_window: Old key of the base in layers with a window.
     """
-    sliding = partial(_sliding, every, old_every)
+    sliding = partial(alternating, every, old_every)
     old = (Setting(old_every, SIZE, written=False),) if old_every else ()
     made = (
         *of_both(sliding, "sliding_window", OPTIONAL_SIZE, _window, refused=partial(_sizeless, sliding)),
-        *of_both(sliding, "layer_types", anything, _kinds, refused=wrong_list),
+        *of_both(sliding, "layer_types", anything, every_kind, refused=wrong_list),
         *old,
         *_Ropes(sliding, full, window, old_window).settings,
     )
     names = {one.name for one in made}
     return (*(one for one in settings if one.name not in names), *made)
-
-
-def _sliding(every: int, old_key: str, config: Json) -> tuple[bool, ...]:
-    """Return for each layer whether it has the window."""
-    if kinds := config.get("layer_types"):
-        return tuple(kind == SLIDING for kind in kinds)
-    step = config.get(old_key) or every
-    return tuple((number + 1) % step > 0 for number in range(config["num_hidden_layers"]))
 
 
 def _sizeless(sliding: Any, config: Json) -> str:
@@ -69,10 +61,6 @@ def _sizeless(sliding: Any, config: Json) -> str:
 def _window(settings: Settings) -> int:
     """Return the window; the class makes its mask also for a model without one."""
     return window_or_none(settings["window_size"]) or int(settings["max_position_embeddings"])
-
-
-def _kinds(settings: Settings) -> list[str]:
-    return [SLIDING if own else FULL for own in windowed(settings) or (False,) * settings["num_layers"]]
 
 
 class _Ropes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from megapar.model.decoder.layer_pattern import ernie_interval, flags_of, layers_of, to_pattern
@@ -118,11 +119,10 @@ def _sliding(config: Json) -> tuple[bool, ...]:
     return _listed_sliding(config) or tuple(number >= config["max_window_layers"] for number in range(layers))
 
 
-def _alternating(config: Json) -> tuple[bool, ...]:
-    """Return for each layer of GPT-OSS whether it has the window: those listed, or every second one from the first."""
-    layers = config["num_hidden_layers"]
-    kinds = config.get("layer_types") or [SLIDING, FULL] * layers
-    return tuple(kind == SLIDING for kind in kinds[:layers])
+def alternating(every: int, old_key: str, config: Json) -> tuple[bool, ...]:
+    """Return for each layer whether it has the window: those listed, or all but every N-th, as ``old_key`` may say."""
+    step = config.get(old_key) or every
+    return _listed_sliding(config) or tuple((number + 1) % step > 0 for number in range(config["num_hidden_layers"]))
 
 
 def _sliding_before(config: Json) -> tuple[bool, ...]:
@@ -171,7 +171,8 @@ def _kinds(settings: Settings) -> list[str] | None:
     return [SLIDING if own else FULL for own in windowed(settings)] or None
 
 
-def _every_kind(settings: Settings) -> list[str]:
+def every_kind(settings: Settings) -> list[str]:
+    """Return the kind of each layer."""
     return _kinds(settings) or [FULL] * settings["num_layers"]
 
 
@@ -274,10 +275,11 @@ SKIPPED_ROPE = (
     ),
     Setting("no_rope_layer_interval", SIZE, written=False),
 )
+_alternating = partial(alternating, 2, "")  # of GPT-OSS
 UNUSED_WINDOW = 128  # the class needs a number if no layer has a window, too
 ALTERNATING_WINDOWS = (
     *of_both(_alternating, "sliding_window", SIZE, lambda settings: _window(settings) or UNUSED_WINDOW),
-    *of_both(_alternating, "layer_types", anything, _every_kind, refused=wrong_list),
+    *of_both(_alternating, "layer_types", anything, every_kind, refused=wrong_list),
 )
 OUTPUT = (
     Setting(
