@@ -125,9 +125,10 @@ def held_out(d: Drawn) -> list[tuple[str, ...] | None]:
     """A few windows that no number of ranks or samples divides, in one file or a mixture of two."""
     # A sentence pair needs eight tokens of a document, which a short one of whole words does not have.
     sizes = [size for size in HELD_OUT if size // 2 <= 45 * d.seq_length and (d.kind != "ernie" or size > 60)]
-    fitting = [HELD_OUT[size] for size in sizes]
-    mixed, named = ("2", fitting[0], "1", fitting[-1]), (f"a={fitting[0]}", f"b={fitting[-1]}")
-    return [None, (fitting[-1],), mixed, named] if fitting else [None]
+    if not sizes:
+        return [None]
+    first, last = HELD_OUT[sizes[0]], HELD_OUT[sizes[-1]]
+    return [None, (last,), ("2", first, "1", last), (f"a={first}", f"b={last}")]
 
 
 def split_dropout(d: Drawn) -> bool:

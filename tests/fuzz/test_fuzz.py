@@ -185,7 +185,7 @@ def _no_choice(name: str, values: Sequence[Any], drawn: Drawn) -> Any:
 
 
 def test_every_case_is_told_so_that_it_can_be_run_again() -> None:
-    found = drawn_cases(9010, 60)
+    found = drawn_cases(9012, 100)
     assert sum(case.by_bits for case in found) > 2
     assert {name for case in found for name, _ in case.settings} >= RARE
     assert {case.backend for case in found} == {GLOO, LATE, LAZY, BOTH}
