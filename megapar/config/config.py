@@ -145,6 +145,12 @@ class Config:
         batch = BatchSize(training.global_batch_size, *(training.rampup_batch_size or ()))
         return plan_phases(parse_phases(written) if written else (), self.model.seq_length, batch)
 
+    @cached_property
+    def longest(self) -> Config:
+        """The configuration of the phase of the data with the longest samples, among those that the run reaches."""
+        reached = [span for span, _ in self.phases.until(self.training.train_iters)]
+        return self.of_phase(max(reached, key=lambda span: span.seq_length)) if self.data.data_phases else self
+
     def of_phase(self, span: PhaseSpan) -> Config:
         """Return the configuration of a run that is one phase of this one, after a ramp of the batch."""
         batch, share = span.batch.final, self.training.micro_batch_size * self.runtime.data_ranks

@@ -68,9 +68,7 @@ class Plan:
         self.config = config
         self.kind = kind
         self._reached = [span for span, _ in config.phases.until(config.training.train_iters)]
-        longest = max(self._reached, key=lambda span: span.seq_length)
-        run = config.of_phase(longest) if config.data.data_phases else config
-        self.run = PlannedRun(run, kind, assumed, shared or Shared())
+        self.run = PlannedRun(config.longest, kind, assumed, shared or Shared())
         self._token_budget = token_budget
 
     @cached_property

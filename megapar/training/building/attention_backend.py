@@ -136,7 +136,7 @@ def _windowed(sizes: ModelSizes) -> int:
 
 def attention_kernels(config: Config, kind: DeviceKind) -> str:
     """Return the windows and the kernels of a run on devices of this kind, for the plan and the log."""
-    sizes, window = config.model, max(config.model.windows)
+    sizes, window = config.longest.model, max(config.model.windows)
     said = f"a window of {window} keys in {_windowed(sizes)} of {len(sizes.windows)} layers; "
     if not _windowed(sizes):
         said = f"no position has more keys than the window of {window}; " if window else ""

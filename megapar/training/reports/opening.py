@@ -240,7 +240,7 @@ def expert_products(config: Config, sizes: ModelSizes, device: Device) -> str:
 def expert_rows(config: Config) -> tuple[int, int] | None:
     """Return the rows of a mixture-of-experts layer on one rank for one micro-batch: (under balanced load, at most).
 
-    Returns None without experts, or if a capacity bounds the rows.
+    Returns None without experts, or if a capacity bounds the rows. Of several phases: that with the longest samples.
     """
     moe: MoeSizes | None = getattr(config.model, "moe", None)
     if moe is None or moe.has_capacity:
@@ -248,7 +248,7 @@ def expert_rows(config: Config) -> tuple[int, int] | None:
     grid = config.grid
     # Ranks that share the width of an expert process the tokens of all of them.
     split = grid.cp * (grid.mp if grid.emp == 1 else 1)
-    positions = config.training.micro_batch_size * config.model.seq_length // split
+    positions = config.training.micro_batch_size * config.longest.model.seq_length // split
     rows = ExpertRows.of(moe, positions, grid.ep, 1, even=False)
     return rows.multiplied, rows.most
 

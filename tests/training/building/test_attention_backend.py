@@ -162,3 +162,14 @@ def test_a_cpu_refuses_every_name():
 )
 def test_the_plan_and_the_log_name_the_kernels(line, kind, text):
     assert attention_kernels(config_of(line), kinds()[kind]) == text
+
+
+@pytest.mark.parametrize(
+    ("steps", "said"),
+    [(3, "no position has more keys than the window of 64;"), (4, "a window of 64 keys in 2 of 2 layers;")],
+)
+def test_a_window_is_held_against_the_longest_samples_that_a_run_reaches(steps, said):
+    phases = ["--data-path", "a=builtin", "--data-phases", "0: a=1; 3 iterations: a=1 seq-length=128"]
+    sizes = "--num-layers 2 --window-size 64 --seq-length 64 --lr-warmup-iters 0 --train-iters"
+    config = parse("moe", [*DENSE.split()[1:], *sizes.split(), str(steps), *phases], {})
+    assert attention_kernels(config, kinds()["cpu"]).startswith(said)

@@ -254,6 +254,7 @@ def dropless(*flags: str, world_size: int = 1) -> Config:
         (("--ep-degree", "8"), 8, (256, 1024)),  # one expert here: a token comes once
         (("--moe-model-type", "deepspeed_moe"), 1, None),
         (("--cp-degree", "2", "--ep-degree", "2"), 2, (128, 256)),
+        (("--data-path", "a=builtin", "--data-phases", "0: a=1; 8 samples: a=1 seq-length=128"), 1, (512, 512)),
     ],
 )
 def test_rows_of_dropless_experts_by_hand(
