@@ -9,7 +9,7 @@ import torch
 
 from megapar.data.batches import MicroBatch
 from megapar.data.reduced_batch import unpadded_collate
-from tests.model.small import DENSE, ERNIE, MOE, VARIETIES, batch_for, build, total
+from tests.model.small import DENSE, ERNIE, GEMMA, MOE, VARIETIES, batch_for, build, total
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -93,6 +93,30 @@ def test_padding_changes_nothing(sizes):
     if isinstance(whole, tuple):
         whole, alone = whole[0], alone[0]
     assert torch.allclose(whole[:1], alone, rtol=0, atol=1e-12)
+
+
+IN_WINDOWS = {"window_size": 3, "window_attn_skip_freq": "2", "attention_sinks": True}
+
+
+@pytest.mark.parametrize("more", [{}, IN_WINDOWS], ids=["all keys", "windows"])
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "bound"),
+    [
+        *((DENSE, dtype, 0.0) for dtype in (torch.float32, torch.bfloat16, torch.float64)),
+        (replace(DENSE, **GEMMA), torch.bfloat16, 0.0),
+        *((MOE, dtype, bound) for dtype, bound in ((torch.float32, 1e-5), (torch.float64, 1e-12))),
+    ],
+)
+def test_a_document_is_not_seen_by_others(sizes, more, dtype, bound):
+    """Permuting one changes no bit of the logits of the others; rows of experts, which it moves, are rounded apart."""
+    model, batch = build(replace(sizes, **more), dtype=dtype), batch_for(sizes)
+    batch["ends"] = torch.tensor([7, 16, 16 + 4, 16 + 13, 32])
+    other = {**batch, "tokens": batch["tokens"].clone()}
+    other["tokens"][0, :7] = batch["tokens"][0, :7].flip(0)
+    other["tokens"][1, 4:13] = batch["tokens"][1, 4:13].roll(1)
+    difference = (model.logits(batch) - model.logits(other)).detach().abs().amax(-1)
+    assert float(torch.cat((difference[0, 7:], difference[1, :4], difference[1, 13:])).max()) <= bound
+    assert float(difference[0, :7].max()) > 1e-3
 
 
 def test_no_masked_position_is_a_loss_of_zero():
