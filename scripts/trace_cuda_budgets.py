@@ -156,6 +156,13 @@ DEEPSEEK = "--multi-latent-attention --q-lora-rank 1536 --kv-lora-rank 512 --qk-
 DEEPSEEK += " --v-head-dim 128"
 DEEPSEEK_DENSE = f"{COMMON} {BATCH} --num-experts 0 --hidden-size 7168 --num-attention-heads 128"
 DEEPSEEK_DENSE += f" --ffn-hidden-size 18432 {DEEPSEEK}"
+GPT_OSS_20B = f"{COMMON} {GPT_OSS.removesuffix(' 16')} 128 --num-experts 32 --moe-router-topk 4 --first-k-dense 0"
+GPT_OSS_20B += " --moe-ffn-hidden-size 2880 --hidden-size 2880 --num-attention-heads 64 --num-query-groups 8"
+GPT_OSS_20B += " --head-dim 64 --seq-length 4096 --vocab-size 103424 --micro-batch-size 2 --global-batch-size 16"
+GPT_OSS_20B += " --ep-degree 8"
+GEMMA_1B = f"{COMMON} {BATCH} --num-experts 0 --hidden-size 1152 --num-attention-heads 4 --num-query-groups 1"
+GEMMA_1B += " --head-dim 256 --ffn-hidden-size 6912 --activation geglu --norm-placement both --apply-layernorm-1p"
+GEMMA_1B += " --qk-norm --scale-embedding --window-size 512"
 ENCODER = f"{COMMON} --hidden-size 2048 --num-attention-heads 16 --seq-length 512 --vocab-size 40000"
 ENCODER += " --micro-batch-size 16 --global-batch-size 16"
 
@@ -171,6 +178,8 @@ LAYERS = (
     Run("experts, capacity", "moe", 8, f"{ERNIE_21B} --moe-model-type deepspeed_moe"),
     Run("slices 2", "moe", 8, f"{ERNIE_21B} --moe-model-type megatron_moe --ampipe-degree 2"),
     Run("latent attention", "moe", 1, DEEPSEEK_DENSE),
+    Run("experts, GPT-OSS", "moe", 8, GPT_OSS_20B),
+    Run("dense, Gemma 3", "moe", 1, GEMMA_1B),
     Run("encoder", "ernie", 1, ENCODER),
 )
 
@@ -314,6 +323,26 @@ experts, dropless, beside:
   * | * | rows | 1024 | a chunk of the logits that fills the device
   * | * | kernels | 106 | 104
   * | * | megabytes | 17900 | 17,300: two passes over the logits in fp32
+experts, GPT-OSS:
+  * | * | kernels | 155 | 150: torch's operators route, because the router has a bias
+  * | * | products | 15 | five weights: one product forward, two backward
+  * | * | rows | 8192 | all tokens of the micro-batch
+  * | * | megabytes | 15480 | 15,030: experts take four rows of a token, with biases
+  * | * | waits | 1 | the counts, once per layer
+  swiglu* | * | kernels | 2 | one in each direction, clamped
+  _flash_attention* | * | kernels | 5 | one call in the window, four kernels back
+  * | _Sink.* | kernels | 13 | two weigh the output; the sinks' gradient is a sum over rows
+  * | _Sink.* | megabytes | 1210 | 1,170: outputs and their gradients, in fp32 for the sum
+  alltoall_base_ | * | kernels | 5 | dispatch and combine, forward and backward, and the counts
+  * | _AddOnce.* | kernels | 1 | biases of the second product
+dense, Gemma 3:
+  * | * | kernels | 118 | 114: six norms of 1 + w, each with copies in fp32
+  * | * | products | 12 | four weights: one product forward, two backward
+  * | * | rows | 8192 | all tokens of the micro-batch
+  * | * | megabytes | 5890 | 5,720: 970 in norms, 1,160 in copies of their inputs and gradients
+  _fused_rms_norm* | * | kernels | 18 | one forward, two backward
+  * | geglu | kernels | 2 | GELU, and the product with the gate
+  _varlen_attn* | * | kernels | 5 | one call in the window, four kernels back
 encoder:
   * | * | kernels | 47 | 45: 38 for the layer, 7 for its share of gradients, norm, update and cast
   * | * | products | 12 | four weights: one product forward, two backward
