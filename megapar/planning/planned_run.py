@@ -9,7 +9,7 @@ from math import prod
 from typing import Any, TypeVar
 
 from megapar.arguments import Config
-from megapar.core.context_parallel.halo import rows_exchanged
+from megapar.core.context_parallel.halo import most_keys, rows_exchanged
 from megapar.core.context_parallel.positions import RING, ULYSSES, choose_layout
 from megapar.core.device.attention.table import LARGEST_GROUP
 from megapar.core.device.kinds import DeviceKind
@@ -98,6 +98,7 @@ class PlannedRun:
         """Description of a rank for the cost formulas."""
         config, grid = self.config, self.config.grid
         item = ITEM_BYTES[self.dtype]
+        rows, keys = self._in_windows
         view = RankView(
             seq_length=self.sizes.seq_length,
             samples=config.training.micro_batch_size,
@@ -114,7 +115,8 @@ class PlannedRun:
             sequence_parallel=config.parallel.sequence_parallel,
             ulysses=config.parallel.context_parallel_algo == ULYSSES,
             ring=config.parallel.context_parallel_algo == RING,
-            window_rows=self._window_rows,
+            window_rows=rows,
+            window_keys=keys,
             selective_recompute=config.recompute.recompute_granularity == "selective",
             ampipe_degree=config.ampipe.ampipe_degree,
             overlaps_mp=self.hiding != OFF,
@@ -131,11 +133,11 @@ class PlannedRun:
         return self.assumed.rank_view(view)
 
     @property
-    def _window_rows(self) -> int:
-        """The rows that ranks of cp exchange for a layer with a window; 0 if they exchange heads."""
+    def _in_windows(self) -> tuple[int, float]:
+        """The rows and the keys of ``RankView`` in a layer with a window; ranks that exchange heads are alike."""
         parallel, ampipe, sizes = self.config.parallel, self.config.ampipe, self.sizes
         if parallel.cp_degree == 1 or parallel.context_parallel_algo == ULYSSES:
-            return 0
+            return 0, 1.0
         layout = choose_layout(
             parallel.context_parallel_algo,
             parallel.cp_degree,
@@ -145,7 +147,8 @@ class PlannedRun:
             balanced=ampipe.ampipe_slicing == "balanced",
             parts=parallel.mp_degree if parallel.sequence_parallel else 1,
         )
-        return rows_exchanged(layout, max(sizes.windows, default=0), sizes.seq_length)
+        window, length = max(sizes.windows, default=0), sizes.seq_length
+        return rows_exchanged(layout, window, length), most_keys(layout, window or length, length)
 
     @property
     def _in_triton(self) -> bool:

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from megapar.arguments import parse
+from megapar.planning.assume import Assumed
 from megapar.planning.devices import device_kind
 from megapar.planning.plan import Plan
-from megapar.planning.planned_run import Shared
+from megapar.planning.planned_run import PlannedRun, Shared
 from megapar.planning.variation import command_line
 
 MOE: Mapping[str, Any] = {
@@ -70,3 +71,14 @@ def test_a_part_of_another_owner_is_made_again() -> None:
     assert parts[0] is parts[1]
     assert parts[1] is not parts[2]
     assert parts[2] is not parts[3]
+
+
+@pytest.mark.parametrize(("way", "share"), [("megatron", 8 / 7), ("allgather", 8 / 7), ("ulysses", 1.0)])
+def test_scores_in_a_window_are_those_of_the_rank_with_most_keys(way: str, share: float) -> None:
+    """In a window of a run, rank 0 of two has 1/2 + 1 of a run's keys, and rank 1 has 2, where the mean is 7/4."""
+    sizes, scores = {**ERNIE, "num_experts": 0, "seq_length": 1024, "window_size": 256}, []
+    for layout in ({}, {"cp_degree": 2, "context_parallel_algo": f"{way}_cp_algo"}):
+        config = parse("moe", [*command_line({**sizes, **layout}), "--rules-only", "--world-size", "2"], {})
+        layer = PlannedRun(config, device_kind("h100-80g"), Assumed(), Shared()).costs.layer(0)
+        scores.append(next(one.scores for one in layer.operators if one.name == "core"))
+    assert scores[1] == pytest.approx(scores[0] / 2 * share)

@@ -81,6 +81,22 @@ def rows_exchanged(layout: SequenceLayout, window: int, length: int) -> int:
     return most
 
 
+@lru_cache(maxsize=256)
+def most_keys(layout: SequenceLayout, window: int, length: int) -> float:
+    """Return the keys that rows see on the rank with most of them, relative to the mean of all ranks.
+
+    The first positions see fewer. In zig-zag it is at most 1.05 for a window of a quarter of a run, and 4/3 for any.
+    Counted as ``AttentionMask.mean_keys``.
+    """
+
+    def before(stop: int) -> float:
+        """Return the keys of all positions before this one."""
+        return stop**2 / 2 if stop < window else window * (stop - window / 2)
+
+    each = [sum(before(run.stop) - before(run.start) for run in layout.runs(length, r)) for r in range(layout.size)]
+    return max(each) / sum(each) * layout.size
+
+
 def _joined(runs: Sequence[range]) -> list[range]:
     """Merge ranges that touch or overlap. The result ascends."""
     joined: list[range] = []

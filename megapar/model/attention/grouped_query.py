@@ -196,10 +196,10 @@ def _core(operators: Operators, shape: AttentionShape, heads: _Heads) -> OpCost:
     sent = operators.communication.context(2 * t * N * D, 2 * t * G * D, G)
     if shape.windowed and view.attends_blockwise:
         sent = operators.communication.context_in_window(2 * G * D)
-    scores, moved = 2.0 * t * (2 * N * D) * shape.mean_keys, core + heads.read
+    keys, moved = shape.mean_keys * (view.window_keys if shape.windowed else 1.0), core + heads.read
     if shape.sizes.sinks:  # weigh the output, which is read and written
         moved, transient = moved + 2 * e * t * heads.out, transient + 2 * view.wide_bytes * t * heads.out
-    return OpCost("core", kept, scores=scores, moved=moved, sent=sent, transient=transient)
+    return OpCost("core", kept, scores=2.0 * t * (2 * N * D) * keys, moved=moved, sent=sent, transient=transient)
 
 
 def _exchanged(operators: Operators, heads: _Heads, *, blockwise: bool) -> tuple[float, float]:

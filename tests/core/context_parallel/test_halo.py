@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megapar.core.attention_mask import AttentionMask
-from megapar.core.context_parallel.halo import Halo, halo_of, rows_exchanged
+from megapar.core.context_parallel.halo import Halo, halo_of, most_keys, rows_exchanged
 from megapar.core.context_parallel.positions import SequenceLayout
 
 LENGTH = 48
@@ -74,6 +74,26 @@ def test_a_rank_exchanges_at_most_a_window_before_each_run() -> None:
     for layout in LAYOUTS[:6]:
         assert rows_exchanged(layout, LENGTH - 1, LENGTH) <= LENGTH - LENGTH // layout.size
     assert rows_exchanged(LAYOUTS[0], 1, LENGTH) == 0
+
+
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout.size > 1])
+def test_the_busiest_rank_is_the_one_whose_rows_see_most_keys(layout: SequenceLayout) -> None:
+    """Half a key of each position is not counted, nor half a window at the start of the sequence (``mean_keys``)."""
+    for window in (1, 4, 13, LENGTH - 1):
+        seen = [
+            sum(min(window, row + 1) - 0.5 * (window > row) for run in layout.runs(LENGTH, rank) for row in run)
+            for rank in range(layout.size)
+        ]
+        assert most_keys(layout, window, LENGTH) == pytest.approx(max(seen) / sum(seen) * layout.size)
+
+
+@pytest.mark.parametrize("size", [2, 3, 8, 64])
+def test_ranks_in_zigzag_are_nearly_balanced_in_windows(size: int) -> None:
+    layout, run = SequenceLayout(size, zigzag=True), 32
+    length = 2 * size * run
+    assert max(most_keys(layout, window, length) for window in range(1, run // 4 + 1)) <= 1.05
+    assert 1.15 < max(most_keys(layout, window, length) for window in range(1, length)) <= 4 / 3
+    assert most_keys(layout, length, length) == pytest.approx(1.0)
 
 
 def test_nothing_crosses_the_start_of_a_document() -> None:
