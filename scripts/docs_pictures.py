@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Draw the pictures of docs/ from the code that they explain: schedules, groups, positions, plans and timelines.
+"""Draw the pictures of docs/ from the code that they explain: schedules, groups, positions, plans and timelines,
+and one from what a benchmark measured.
 
 scripts/docs_pictures.py            write docs/pictures/
 scripts/docs_pictures.py --check    only report pictures that differ, with exit status 1
@@ -9,6 +10,7 @@ scripts/docs_pictures.py --screenshot runs/quickstart    the page of a run in Ch
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import subprocess
 import sys
@@ -34,6 +36,7 @@ GREY = "#bbbbbb"
 CHARACTER = 6.2  # width of a character at the size of labels
 PLACE = ROOT / "docs" / "pictures"
 KIND = "h100-80g"
+LENGTHS = "2026-11-28-cpu-lengths.json"
 PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers")
 LANE_COLORS = {"compute": COLORS[0], "wait": GREY, "inside": COLORS[2], "between": COLORS[1]}
 
@@ -69,6 +72,13 @@ class Drawing:
         """Draw the outline of a rectangle."""
         place = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"'
         self._parts.append(f'<rect {place} fill="none" stroke="#888" rx="4"/>')
+
+    def line(self, points: Sequence[tuple[float, float]], color: str) -> None:
+        """Connect points, each with a mark."""
+        places = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        self._parts.append(f'<polyline points="{places}" fill="none" stroke="{color}" stroke-width="2"/>')
+        for x, y in points:
+            self.box(x - 3, y - 3, 6, 6, color)
 
     def inside(self, svg: str, y: float) -> None:
         """Place another picture at this height."""
@@ -265,6 +275,34 @@ def context() -> str:
     return drawing.svg()
 
 
+def lengths() -> str:
+    """Draw a measured step with a window and without by the length of the sequence, a doubling as far on both axes."""
+    result = json.loads((ROOT / "benchmarks" / "context_parallel" / "results" / LENGTHS).read_text(encoding="utf-8"))
+    measured, cell, top = result["measured"], 44, 52
+    colors = {name: COLORS[number] for number, name in enumerate(measured)}
+    drawing = Drawing(700, 350)
+    drawing.legend(20, colors)
+    for left, kind, unit, size in ((70, "seconds", "s", 1.0), (450, "bytes", "MiB", 2.0**20)):
+        points = {
+            name: [(math.log2(float(length)), math.log2(figure / size)) for length, figure in both[kind].items()]
+            for name, both in measured.items()
+        }
+        columns, rows = ([own[axis] for line in points.values() for own in line] for axis in (0, 1))
+        first, last, low, high = min(columns), max(columns), math.floor(min(rows)), math.ceil(max(rows))
+        for place in range(low, high + 1):
+            y = top + cell * (high - place)
+            drawing.box(left, y - 0.75, cell * (last - first), 1.5, GREY)
+            drawing.text(left - 8, y + 4, f"{2.0**place:,.4g} {unit}", anchor="end", size=11)
+        for place in range(round(first), round(last) + 1):
+            below = top + cell * (high - low) + 18
+            drawing.text(left + cell * (place - first), below, f"{2**place:,}", anchor="middle", size=10)
+        for name, line in points.items():
+            drawing.line([(left + cell * (x - first), top + cell * (high - y)) for x, y in line], colors[name])
+        slopes = ", ".join(f"{name}: {result['exponents'][name][kind]:.2f}" for name in measured)
+        drawing.text(left, 40, f"slope of {kind}: {slopes}", size=11)
+    return drawing.svg()
+
+
 def tensor() -> str:
     """Draw a layer with tensor parallelism."""
     return timelines({"tensor and sequence parallelism, mp 4": plan(preset="llama-3-8b.yaml", ranks=64)})
@@ -305,6 +343,7 @@ PICTURES: Mapping[str, Callable[[], str]] = {
     "ampipe.svg": ampipe,
     "context.svg": context,
     "expert.svg": expert,
+    "lengths.svg": lengths,
     "pipeline.svg": pipeline,
     "plan.svg": step,
     "ranks.svg": ranks,

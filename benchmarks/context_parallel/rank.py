@@ -3,6 +3,8 @@
 Requests: an algorithm of ``--context-parallel-algo``, or "in_order" (the ring without its zig-zag), by itself or
 followed by a space and ``alone`` (the same computation, with messages that arrive immediately without their data) or
 ``waiting`` (every message is waited for where it is launched). "whole": torch's attention of the whole sequence.
+"window" and "window_all": attention in a window of ``WINDOW`` keys, of which ranks fetch those that their rows see, or
+all.
 """
 
 from __future__ import annotations
@@ -26,9 +28,12 @@ from megapar.core.comm.in_flight import CommContext, InFlight
 from megapar.core.context_parallel.blockwise import attend_blockwise
 from megapar.core.context_parallel.heads import to_heads, to_positions
 from megapar.core.context_parallel.method import ContextParallel
-from megapar.core.context_parallel.positions import RING, SequenceLayout, choose_layout
+from megapar.core.context_parallel.positions import GATHERED, RING, SequenceLayout, choose_layout
+from megapar.core.device.attention.mask import DeviceMask
+from megapar.core.device.ops import op
 
 HEADS, GROUPS, SIZE = 8, 4, 64
+WINDOW = 128
 
 
 class WaitingTraffic(CommContext):
@@ -64,7 +69,7 @@ class Attention:
         else:
             group = self.groups["alone" if way == "alone" else "link"]
             axis = Axis("cp", self.ranks, self.rank, group, tuple(range(self.ranks)))
-            name = RING if algorithm == "in_order" else algorithm
+            name = {"in_order": RING, "window": GATHERED, "window_all": GATHERED}.get(algorithm, algorithm)
             layout = choose_layout(name, self.ranks, causal=True, length=self.length)
             layout = SequenceLayout(self.ranks) if algorithm == "in_order" else layout
             method = ContextParallel(axis, name, layout, comm)
@@ -74,7 +79,10 @@ class Attention:
             dist.barrier()
         synchronize(self.device)
         start = time.perf_counter()
-        y = _whole(*own) if algorithm == "whole" else _shared(method, *own)
+        if algorithm.startswith("window"):
+            y = _windowed(method, *own, fetched=self.length - 1 if algorithm == "window_all" else WINDOW)
+        else:
+            y = _whole(*own) if algorithm == "whole" else _shared(method, *own)
         y.backward(torch.ones_like(y))
         synchronize(self.device)
         return {"seconds": time.perf_counter() - start, "waited": sum(comm.meter.take().seconds().values())}
@@ -95,6 +103,20 @@ def _shared(method: ContextParallel, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     assert plan is not None
     heads = (x.transpose(1, 2) for x in (q, k, v))
     return attend_blockwise(*heads, method.transport, plan, flash=True).transpose(1, 2)
+
+
+def _windowed(method: ContextParallel, q: Tensor, k: Tensor, v: Tensor, fetched: int) -> Tensor:
+    """Return ``_shared`` in a window, after the keys of a window of ``fetched`` were exchanged."""
+    mask = AttentionMask.of(1, q.shape[1] * method.axis.size, causal=True)
+    (halo,) = method.halos(mask.within(fetched))
+    columns = method.window_keys.fetch(k, v, halo)
+    q, k, v = (x.transpose(1, 2) for x in (q, *columns))
+    window, parts = DeviceMask.of(mask.within(WINDOW), q.device), []
+    for run, own, keys in zip(halo.runs, halo.queries, halo.rows, strict=True):
+        seen = slice(keys.stop - min(run.stop, len(run) + WINDOW - 1), keys.stop)
+        cut = window.cut(slice(run.start, run.stop), q.device)
+        parts.append(op("packed_attention_slice", q)(q[:, :, own], k[:, :, seen], v[:, :, seen], documents=cut))
+    return torch.cat(parts, dim=2).transpose(1, 2)
 
 
 def main() -> None:

@@ -24,6 +24,11 @@ NAMES = {
     "ulysses_cp_algo": "ulysses",
     "in_order": "ring without zig-zag",
 }
+OVER_LINK = {
+    **{algorithm: name for algorithm, name in NAMES.items() if algorithm != "in_order"},
+    "window": "window of 128 keys",
+    "window_all": "window of 128, all keys sent",
+}
 
 
 def main() -> None:
@@ -68,8 +73,7 @@ def measure_hidden(rates: Sequence[str], length: int, rounds: int, folder: Path)
     results: list[dict[str, object]] = []
     entries = {
         f"{algorithm} {way}".strip(): ("ranks", f"{algorithm} {way}".strip())
-        for algorithm in NAMES
-        if algorithm != "in_order"
+        for algorithm in OVER_LINK
         for way in ("", "waiting", "alone")
     }
     with slow_link() as link:
@@ -79,13 +83,13 @@ def measure_hidden(rates: Sequence[str], length: int, rounds: int, folder: Path)
             with Contest({"ranks": ranks}) as contest:
                 times = contest.rounds(rounds, entries)
             rows = []
-            for algorithm in [name for name in NAMES if name != "in_order"]:
+            for algorithm, name in OVER_LINK.items():
                 flying, waiting, alone = (median(times[f"{algorithm}{way}"]) for way in ("", " waiting", " alone"))
                 share, hidden = (waiting - alone) / waiting, (waiting - flying) / (waiting - alone)
                 waited = median(times[algorithm], "waited")
                 figures = (alone, waiting, flying, waited)
-                rows.append((NAMES[algorithm], *(f"{x:.3f}" for x in figures), f"{share:.0%}", f"{hidden:.0%}"))
-                results.append({"link": rate, "algorithm": NAMES[algorithm], "share": share, "hidden": hidden})
+                rows.append((name, *(f"{x:.3f}" for x in figures), f"{share:.0%}", f"{hidden:.0%}"))
+                results.append({"link": rate, "algorithm": name, "share": share, "hidden": hidden})
             print(f"Link {rate}, seconds\n")
             header = ("", "computation alone", "waiting at once", "as it is", "of it waited", "messages", "hidden")
             print_table(header, rows)
