@@ -26,6 +26,7 @@ SPECS = [
     Spec((8, 12)),
     Spec((5, 3)),
     Spec((7,)),
+    Spec((6,), (("mp", 0),)),  # as sinks
     Spec((8, 12), (("mp", 0),)),
     Spec((12, 8), (("mp", 1),)),
     Spec((4, 2, 6, 8), (("ep", 0), ("emp", 2)), expert=True),
