@@ -67,6 +67,8 @@ RUNS = (
     Run("dense, cuDNN", "moe", 1, f"{DENSE} --attention-backend cudnn"),
     Run("dense, FlashAttention by name", "moe", 1, f"{DENSE} --attention-backend flash"),
     Run("dense, documents", "moe", 1, f"{DENSE} --reset-attention-mask --reset-position-ids"),
+    Run("dense, documents, plain products", "moe", 1, f"{DENSE} --reset-attention-mask --no-use-flash-attn"),
+    Run("dense, window, plain products", "moe", 1, f"{DENSE} --window-size 16 --no-use-flash-attn"),
     Run("dense, one document per sample", "moe", 1, f"{DENSE} --no-packing"),
     Run("dense, two bytes of everything", "moe", 2, f"{DENSE} {TWO_BYTES}"),
     Run("dense, two bytes of everything, one rank", "moe", 1, f"{DENSE} {TWO_BYTES}"),

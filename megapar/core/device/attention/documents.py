@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megapar.core.attention_mask import AttentionMask
-from megapar.core.device.attention.mask import DeviceMask, causal_keys
+from megapar.core.device.attention.mask import DeviceMask
 from megapar.core.device.attention.row_statistic import Rows
 from megapar.core.device.attention.table import CAUSAL, FULL, VARLEN, takes
 from megapar.core.device.attention.whole import (
@@ -41,10 +41,8 @@ def packed_attention_reference(
     """
     if not mask.host.causal:
         return _by_length(partial(attention_reference, form=FULL, dropout=dropout), q, k, v, mask.host, rows)
-    number = torch.repeat_interleave(torch.tensor(mask.host.document_lengths)).to(q.device)
-    number = number.view(q.shape[0], 1, q.shape[2])
-    visible = (number.mT == number) & causal_keys(q.shape[2], k.shape[2], q.device, window=mask.host.window)
-    return plain_attention(q, k, v, visible[:, None], dropout, rows)
+    visible = mask.cut(slice(0, mask.host.length), q.device).visible[:, None]
+    return plain_attention(q, k, v, visible, dropout, rows)
 
 
 def packed_attention_by_document(

@@ -101,7 +101,8 @@ class DeviceMask:
             before = 0 if self.host.window is None else self.host.first_key(place.start)
             pieces, longest = _pieces(self.host, place, before), _longest(self.host, place, before)
             starts, window = self.starts_on(device), self.host.window
-            self._slices[key] = DocumentSlice(pieces, longest, place, self.host.length, starts, before, window)
+            sizes = self.host.samples, self.host.length
+            self._slices[key] = DocumentSlice(pieces, longest, place, *sizes, starts, before, window)
         return self._slices[key]
 
 
@@ -126,6 +127,7 @@ class DocumentSlice:
         pieces: The non-empty parts, in order.
         longest: The most queries of a document, and the most keys, also of a document without a query.
         place: Positions of the slice in each sample.
+        samples: Samples of the micro-batch.
         length: Positions of a sample.
         starts: As in ``DeviceMask``.
         first_key: Position of the first key that the slice takes: 0, or in a window the first that a query sees.
@@ -135,6 +137,7 @@ class DocumentSlice:
     pieces: tuple[DocumentPiece, ...]
     longest: tuple[int, int]
     place: slice
+    samples: int
     length: int
     starts: Tensor
     first_key: int = 0
@@ -153,6 +156,20 @@ class DocumentSlice:
         sample, first = self.starts // self.length, self.starts % self.length
         size = self.place.stop - self.first_key
         return sample * size + (first - self.first_key).clamp(0, size)
+
+    @cached_property
+    def visible(self) -> Tensor:
+        """[B, S, L] bool: keys that each query of a causal mask attends to, for plain products, without a host copy."""
+        queries, keys = (self._numbers(first) for first in (self.place.start, self.first_key))
+        before = self.place.start - self.first_key
+        seen = causal_keys(queries.shape[1], keys.shape[1], self.starts.device, before, self.window)
+        return (queries[:, :, None] == keys[:, None]) & seen
+
+    def _numbers(self, first: int) -> Tensor:
+        """Return the number of the document of each position from ``first`` to the end of the slice, [B, any]."""
+        of_row = torch.arange(first, self.place.stop, dtype=torch.int32, device=self.starts.device)
+        starts = self.length * torch.arange(self.samples, dtype=torch.int32, device=self.starts.device)
+        return torch.searchsorted(self.starts[1:], starts[:, None] + of_row, right=True)
 
 
 def causal_keys(queries: int, keys: int, device: torch.device, before: int = 0, window: int | None = None) -> Tensor:

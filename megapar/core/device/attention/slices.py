@@ -69,15 +69,7 @@ def packed_attention_slice_reference(
 
     In a window k and v begin with ``DocumentSlice.first_key``.
     """
-    before = k.shape[2] - q.shape[2]
-    visible = torch.zeros(q.shape[0], 1, q.shape[2], k.shape[2], dtype=torch.bool)
-    for sample, queries, first in documents.pieces:
-        visible[sample, 0, queries, first : before + queries.stop] = True
-    visible = visible.tril(before)
-    if documents.window is not None:
-        visible = visible.triu(before + 1 - documents.window)
-    visible = visible.to(q.device)
-    return plain_attention(q, k, v, visible, dropout, rows)
+    return plain_attention(q, k, v, documents.visible[:, None], dropout, rows)
 
 
 def packed_attention_slice_merged(
