@@ -191,7 +191,7 @@ def group_bytes(run: PlannedRun, stage: int) -> int:
     grid, kept = run.config.grid, COMMUNICATORS[run.kind.kernels]
     if grid.world_size == 1:
         return 0
-    queues = num_queues(run, stage)
+    queues = num_queues(run, stage) * run.kind.device_class.queue_blocks
     hops = [(axis,) for axis in (BETWEEN, WITHIN) if run.dispatch.node_ranks and link(grid, axis, run.node).ranks > 1]
     rounds = axis_rounds(grid)
     sizes = [grid.world_size, *(axis_size(grid, names[0]) for names in rounds if names[0] != "pp")]

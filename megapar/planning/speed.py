@@ -6,15 +6,16 @@ One law holds by construction: a step takes at least as long as any link, or the
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from megapar.core.pipeline.schedule import GPIPE, ZERO_BUBBLE
 from megapar.model.cost.model_cost import CommCost
 from megapar.model.flops import step_flops
-from megapar.planning.calibration import Calibration, calibrations
+from megapar.planning.calibration import MEGAPAR, Calibration, calibrations
 from megapar.planning.gathered_groups import gathered_groups
 from megapar.planning.matrix_rounds import MatrixRound, stage_rounds
+from megapar.planning.memory import num_queues
 from megapar.planning.operator_time import OperatorTime
 from megapar.planning.planned_run import PlannedRun
 from megapar.planning.stage_time import StagePrograms, StageTime
@@ -128,11 +129,15 @@ def hops(run: PlannedRun) -> int:
 
     The formulas equal the delay of simulated schedules (``simulate``) in messages, with the runner's queues, for
     messages that are short relative to a forward. In 1F1B the last stages wait for each other, so some messages of
-    each micro-batch are exposed; in the other schedules only those of filling and draining.
+    each micro-batch are exposed; in the other schedules only those of filling and draining. A limited lookahead is
+    bounded.
     """
     p, v, m = run.config.grid.pp, run.config.pipeline.vpp_degree, run.micro_batches
     if p == 1:
         return 0
+    ahead = run.kind.device_class.receives_ahead if run.assumed.software == MEGAPAR else None
+    if ahead is not None and (v == 1 or ahead == 0):  # each message waits for a computation of its receiver
+        return 2 * (v * m + v * p - 2)
     if run.assumed.both_directions or run.schedule == GPIPE:
         return 2 * (p - 1)
     if run.schedule == ZERO_BUBBLE:
@@ -162,7 +167,9 @@ class Clock:
     def stage(self, stage: int) -> StageTime:
         """Return the time of one micro-batch on one stage, in which all of its messages have their links' time."""
         time, sent = self._programs.stage(stage), self._flight("pp", "send", self._sent[stage] / 2)
-        return replace(time, forward=_least(time.forward, sent), backward=_least(time.backward, sent))
+        beside = beside_receives(self._run, stage)
+        forward, backward = (_slower(span, beside) for span in (time.forward, time.backward))
+        return StageTime(_least(forward, sent), _least(backward, sent), time.weight * beside)
 
     def hop(self) -> float:
         """Return the time of one message between two stages."""
@@ -251,6 +258,23 @@ class Clock:
 
     def _flight(self, axis: str, kind: str, size: float) -> Flight:
         return self._programs.operators.flight(CommCost(axis, kind, size, "forward"))
+
+
+def beside_receives(run: PlannedRun, stage: int) -> float:
+    """Return the factor of a stage's computations beside receives that are posted early and wait (``lookahead``).
+
+    Those of a limited lookahead are posted when their message is due, as Megatron-LM's are, and hold little.
+    """
+    device = run.kind.device_class
+    if run.config.grid.pp == 1 or run.assumed.software != MEGAPAR or device.receives_ahead is not None:
+        return 1.0
+    return device.beside_queues[num_queues(run, stage) // 2]
+
+
+def _slower(time: Span, factor: float) -> Span:
+    """Return a program whose computations take ``factor`` times as long."""
+    more = (time.seconds - time.waited) * (factor - 1)
+    return Span(time.seconds + more, time.waited, time.slowed + more, time.busy)
 
 
 def _sent_to_stages(run: PlannedRun, stage: int) -> float:

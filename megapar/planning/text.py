@@ -15,6 +15,7 @@ from megapar.core.units import GIBIBYTE, billions
 from megapar.planning.operator_time import OperatorTime
 from megapar.planning.plan import Plan
 from megapar.planning.planned_run import PlannedRun
+from megapar.planning.speed import beside_receives
 from megapar.planning.stage_time import StagePrograms
 from megapar.planning.timeline import LINKS, Bar
 from megapar.planning.traffic import recompute_messages
@@ -139,6 +140,9 @@ def _time(plan: Plan) -> Iterator[str]:
     yield ""
     yield f"time (predicted; {_accuracy(plan)})"
     yield f"  bubble         {speed.bubble_share:.1%} of the pipeline"
+    if (beside := max(beside_receives(plan.run, stage) for stage in range(plan.config.grid.pp))) > 1.0:
+        blocks = plan.kind.device_class.queue_blocks
+        yield f"  receives       wait on {blocks} multiprocessors each; computations take {beside:.2f} of their time"
     yield f"  exposed        {speed.exposed_seconds:.3f} s of communication, optimizer {speed.optimizer_seconds:.3f} s"
     if plan.run.with_matrices:
         iterations, sent = (part / speed.step_seconds for part in (speed.newton_schulz_seconds, speed.matrix_seconds))

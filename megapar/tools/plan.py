@@ -150,7 +150,7 @@ def _run(args: argparse.Namespace, flags: list[str]) -> int:
         return _search(kind, line, world, device, assumption, named, args)
     config = _parsed(kind, line, world)
     if args.show_schedule:
-        return _show(config, args)
+        return _show(config, args, device)
     check_named(config, named)
     from megapar.planning.plan import Plan
 
@@ -295,8 +295,8 @@ def _parsed(kind: str, line: list[str], world: int) -> Config:
         raise ConfigError([*error.complaints, Complaint("nearest", text)]) from None
 
 
-def _show(config: Config, args: argparse.Namespace) -> int:
-    text, svg = show_schedule(config, chunk_costs=args.chunk_costs)
+def _show(config: Config, args: argparse.Namespace, device: DeviceKind) -> int:
+    text, svg = show_schedule(config, chunk_costs=args.chunk_costs, device=device)
     sys.stdout.write(text)
     if args.svg is not None:
         try:
@@ -308,11 +308,14 @@ def _show(config: Config, args: argparse.Namespace) -> int:
     return 0
 
 
-def show_schedule(config: Config, *, chunk_costs: bool = False) -> tuple[str, str]:
-    """Return the schedule of one step as text and as SVG. Raises ConfigError if the model cannot be cut into stages."""
+def show_schedule(config: Config, *, chunk_costs: bool = False, device: DeviceKind | None = None) -> tuple[str, str]:
+    """Return the schedule of one step as text and as SVG. Raises ConfigError if the model cannot be cut into stages.
+
+    device: Computations take longer beside its waiting receives. None: beside none.
+    """
     # The orders of the schedules need torch, unlike the rest of this module.
     from megapar.core.pipeline import draw
-    from megapar.core.pipeline.schedule import make_schedule
+    from megapar.core.pipeline.lookahead import schedule_ahead
     from megapar.core.pipeline.simulate import RUNNERS, Costs, bubble_formula, check, simulate
     from megapar.training.building.partition import (
         effective_schedule,
@@ -326,7 +329,8 @@ def show_schedule(config: Config, *, chunk_costs: bool = False) -> tuple[str, st
         return "one stage: no pipeline, no bubble\n", ""
     stages, layers = make_stages(config, sizes), pipeline_layers(sizes)
     name, vpp = effective_schedule(config), config.pipeline.vpp_degree
-    schedule = make_schedule(name, config.grid.pp, vpp, config.sharding.gradient_merge_acc_step)
+    ahead = None if device is None else device.device_class.receives_ahead
+    schedule = schedule_ahead(name, config.grid.pp, vpp, config.sharding.gradient_merge_acc_step, ahead)
     check(schedule)
     costs = Costs()
     if chunk_costs:
@@ -335,9 +339,21 @@ def show_schedule(config: Config, *, chunk_costs: bool = False) -> tuple[str, st
     simulation = simulate(schedule, costs, RUNNERS)
     formula = None if chunk_costs else bubble_formula(name, config.grid.pp, vpp, schedule.num_micro_batches)
     facts = _facts(schedule, simulation, formula)
+    if device is not None and max(device.device_class.beside_queues) > 1.0:
+        slower = simulate(schedule, replace(costs, beside=device.device_class.beside_queues), RUNNERS)
+        facts += _held(device, slower.end / simulation.end)
     title = f"{name}, {config.grid.pp} stages x {vpp} chunks, {schedule.num_micro_batches} micro-batches"
     svg = draw.as_svg(schedule, simulation, f"{title}: bubble {simulation.bubble_share:.1%}")
     return f"{pipeline_outline(config, sizes)}{title}\n{draw.as_text(schedule, simulation)}{facts}", svg
+
+
+def _held(device: DeviceKind, slower: float) -> str:
+    shared = device.device_class
+    posted = "at once" if shared.receives_ahead is None else f"{shared.receives_ahead} computations ahead"
+    return (
+        f"receives are posted {posted}; beside kernels that wait for or move messages, {shared.queue_blocks} "
+        f"multiprocessors each, a step takes {slower:.2f} of this time ({device.name})\n"
+    )
 
 
 def _facts(schedule: Schedule, simulation: Simulation, formula: float | None) -> str:

@@ -13,16 +13,22 @@ from __future__ import annotations
 
 import importlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from statistics import median
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megapar.core.device.kinds import device_class
+from megapar.core.pipeline.lookahead import post_later
+from megapar.core.pipeline.schedule import make_schedule
+from megapar.core.pipeline.simulate import RUNNERS, Costs, simulate
 from scripts.gpu_day.day import Answer, Day
 from scripts.gpu_day.timed import both_ways, normal, seconds_each
 from scripts.gpu_day.trainers import flags, parsed, real, trainer
@@ -33,6 +39,8 @@ SHARED = 100 * 1024  # bytes of shared memory of a block: beside it, no block of
 THREADS = 512
 LIMIT_MS, START_SECONDS = 3000, 1.0
 MOST = 64
+PIPELINE = (4, 1, 16)  # stages, chunks of a stage, micro-batches
+MESSAGES, LOOKAHEADS = (0.005, 0.02, 0.1), (None, 0, 1, 2, 4)
 SOURCE = """
 extern "C" __global__ void hold(volatile int* flags, int limit_ms) {
     extern __shared__ volatile char memory[];
@@ -79,7 +87,28 @@ def step(day: Day) -> Answer:
 
         for _ in range(2 if day.small else WARM_STEPS):
             one()
-        return beside(day, lambda _: seconds_each(day, one, STEPS, warmup=1))
+        answer = beside(day, lambda _: seconds_each(day, one, STEPS, warmup=1))
+    ratios = answer.figures.get("ratios", {})
+    return answer._replace(figures={**answer.figures, **to_set(ratios)}) if ratios else answer
+
+
+def to_set(ratios: Mapping[int, float]) -> dict[str, Any]:
+    """Return what to write into ``megapar/core/device/kinds.yaml``, by simulations of a pipeline at these ratios.
+
+    A message takes a share of a stage's forward. For each, the lookahead with the shortest step is named, with the
+    steps of all, relative to one whose messages hold nothing.
+    """
+    held = replace(device_class("cuda"), beside_blocks=ratios)
+    schedule, chosen = make_schedule("1f1b", *PIPELINE), {}
+    for share in MESSAGES:
+        costs = Costs(send=share)
+        alone = simulate(schedule, costs, RUNNERS).end
+        slower = replace(costs, beside=held.beside_queues)
+        ends = {str(n): simulate(post_later(schedule, n), slower, RUNNERS).end / alone for n in LOOKAHEADS}
+        best = min(ends, key=lambda name: ends[name]).replace("None", "null")
+        chosen[f"messages of {share:.1%} of a forward"] = {"receives_ahead": best, "steps": ends}
+    measured = ", ".join(f"{blocks}: {max(1.0, ratio):.2f}" for blocks, ratio in ratios.items())
+    return {"set": f"beside_blocks: {{{measured}}}", **chosen}
 
 
 def carved(day: Day) -> Answer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -15,15 +16,16 @@ import torch.distributed as dist
 from megapar.arguments import Config, parse
 from megapar.core.comm.world import World
 from megapar.core.device.base import Device
-from megapar.core.device.kinds import COMMUNICATORS
+from megapar.core.device.kinds import COMMUNICATORS, DeviceKind
 from megapar.core.grid import DENSE_AXES, Grid
+from megapar.core.pipeline.lookahead import schedule_ahead
 from megapar.core.pipeline.schedule import BACKWARD, FORWARD, make_schedule
 from megapar.core.pipeline.simulate import RUNNERS, Costs, simulate
 from megapar.model.cost.model_cost import CommCost
 from megapar.planning.devices import device_kind
 from megapar.planning.plan import Plan
 from megapar.planning.planned_run import PlannedRun
-from megapar.planning.speed import hops
+from megapar.planning.speed import beside_receives, hops
 from megapar.planning.traffic import (
     Link,
     _program,
@@ -168,6 +170,29 @@ def test_a_step_has_as_many_bare_messages_as_its_schedule(name: str, chunks: int
         schedule, part = make_schedule(name, stages, chunks, micro_batches), 1 / chunks
         free, sent = (simulate(schedule, Costs(part, part, part, send), RUNNERS).end for send in (0.0, 0.02))
         assert hops(PlannedRun(config, device_kind("h100"))) == pytest.approx((sent - free) / 0.02), micro_batches
+
+
+@pytest.mark.parametrize(
+    ("name", "chunks", "ahead"), [("gpipe", 1, 1), ("1f1b", 1, 0), ("1f1b", 1, 2), ("zero_bubble", 1, 1)]
+)
+def test_a_limited_lookahead_has_no_more_bare_messages_than_planned(
+    name: str, chunks: int, ahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = device_kind("h100")
+    limited = replace(kind.device_class, receives_ahead=ahead)
+    early = planned_pipeline(name, kind)
+    assert beside_receives(early, 1) == kind.device_class.beside_queues[2] > beside_receives(early, 0) > 1.0
+    monkeypatch.setattr(DeviceKind, "device_class", limited)
+    run = planned_pipeline(name, kind)
+    schedule = schedule_ahead(name, 4, chunks, 8, ahead)
+    free, sent = (simulate(schedule, Costs(send=send), RUNNERS).end for send in (0.0, 0.02))
+    assert 0.6 * hops(run) <= (sent - free) / 0.02 <= hops(run) + 0.01
+    assert beside_receives(run, 1) == 1.0
+
+
+def planned_pipeline(name: str, kind: DeviceKind) -> PlannedRun:
+    line = ("--pp-degree", "4", "--pp-schedule", name, "--num-layers", "4", "--gradient-merge-acc-step", "8")
+    return PlannedRun(configured(4, *line), kind)
 
 
 class Gpu(Device):

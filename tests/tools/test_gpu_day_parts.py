@@ -73,6 +73,14 @@ def test_a_part_runs_small_on_a_cpu(part, tmp_path):
     )
 
 
+def test_theft_says_what_to_set() -> None:
+    dear = theft.to_set({2: 1.131, 4: 1.152, 8: 1.158})
+    assert dear["set"] == "beside_blocks: {2: 1.13, 4: 1.15, 8: 1.16}"
+    assert dear["messages of 0.5% of a forward"]["receives_ahead"] in {"0", "1"}
+    free = theft.to_set({2: 0.99, 4: 1.0, 8: 1.0})
+    assert all(free[name]["receives_ahead"] == "null" for name in free if name != "set")
+
+
 @pytest.mark.parametrize("part", ["clock", "theft", "host"])
 def test_the_trainers_of_a_part_have_legal_flags_on_a_gpu(part, tmp_path, monkeypatch):
     """At the sizes of a GPU, up to the trainer, which needs it."""

@@ -24,7 +24,7 @@ from megapar.core.comm.meter import WaitMeter
 from megapar.core.comm.rounds import AXES, axis_ranks, axis_rounds, queue_rounds
 from megapar.core.comm.run_store import loopback_advice, meet
 from megapar.core.device.base import Device
-from megapar.core.device.kinds import COMMUNICATORS, is_light
+from megapar.core.device.kinds import COMMUNICATORS, device_class, is_light
 from megapar.core.grid import DENSE_AXES, Grid
 from megapar.core.torch_names import abort_process_groups
 from megapar.errors import DistributedError
@@ -158,7 +158,8 @@ class World:
         node_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         nodes = [self.launched[rank] // node_size for rank in self.axis("ep").ranks]
         peers = nodes.count(self.launched[self.rank] // node_size) - 1
-        return COMMUNICATORS[self.device.type].of([*world, *self._rounds_of_axes], len(self._queues), peers)
+        blocks = len(self._queues) * device_class(self.device.type).queue_blocks
+        return COMMUNICATORS[self.device.type].of([*world, *self._rounds_of_axes], blocks, peers)
 
     def axis(self, name: str) -> Axis:
         """Return this rank's place on an axis, one of ``rounds.AXES``."""

@@ -23,7 +23,7 @@ from torch.profiler import ProfilerActivity
 from megapar.core.device.apex import apex_lacks
 from megapar.core.device.attention.table import CUDNN, FLASH3
 from megapar.core.device.base import Device, Event, MemoryPressure, Stream, spelled
-from megapar.core.device.kinds import FP8_CAPABILITY, QUEUE_CHANNELS, SMALL_HCCL_MIB, is_light, kind_called
+from megapar.core.device.kinds import FP8_CAPABILITY, SMALL_HCCL_MIB, device_class, is_light, kind_called
 from megapar.core.torch_names import activate_flash3, flash3_lacks
 
 URGENT = -1  # torch's priority above the default of 0, on every device
@@ -152,7 +152,7 @@ class CudaDevice(Accelerator):
         options._timeout = timeout
         options.is_high_priority_stream = True
         if queue:
-            options.config.max_ctas = QUEUE_CHANNELS
+            options.config.max_ctas = device_class(self.type).queue_blocks
         return options
 
     def prepare_process(self) -> None:

@@ -22,9 +22,6 @@ LINK_SHARE = 0.80  # Fraction of the data sheet's bandwidth that links reach; pr
 _TILE_SHARE, _START_SECONDS = 0.80, 2e-6
 # The row that is used for an unknown device of each class.
 _UNNAMED = MappingProxyType({"cuda": "h100-80g", "npu": "ascend-910b", "cpu": "cpu"})
-# Blocks of a kernel that waits for or moves a message between two stages: enough for a network card or half of a
-# node's link, and few enough to leave room for the products that run at the same time. Not measured yet.
-QUEUE_CHANNELS = 4
 # HCCL's buffers of groups with small messages: its own default for messages between two ranks (P2P_HCCL_BUFFSIZE).
 SMALL_HCCL_MIB = 20
 HCCL_MIB = 200
@@ -54,6 +51,9 @@ class DeviceClass:
             the host takes longer for the product's node than for a copy.
         packs_rows: The gradients of a sharded bucket are copied into it by one kernel, once it has all of them.
         whole_elements: Most elements of the matrices that a rank puts together at a time, unless one is larger (Muon).
+        queue_blocks: Multiprocessors that a kernel holds while it waits for or moves a message between two stages.
+        receives_ahead: Computations between the launch of a pipeline's receive and its use; None for any number.
+        beside_blocks: Time of a step beside so many held multiprocessors, relative to that alone.
     """
 
     tile: tuple[int, int]
@@ -70,6 +70,15 @@ class DeviceClass:
     least_product_elements: int
     packs_rows: bool
     whole_elements: int
+    queue_blocks: int
+    receives_ahead: int | None
+    beside_blocks: Mapping[int, float]
+
+    @property
+    def beside_queues(self) -> tuple[float, ...]:
+        """Factors of a computation's time beside the kernels of 0 to 4 queues: to and from both neighbours."""
+        held = [queues * self.queue_blocks for queues in range(5)]
+        return tuple(max([1.0, *(f for n, f in self.beside_blocks.items() if n <= blocks)]) for blocks in held)
 
 
 @dataclass(frozen=True)
@@ -254,7 +263,7 @@ class CommunicatorBytes:
     Attributes:
         axis: Bytes of a communicator of collectives.
         light: Bytes of one with small messages only.
-        queue: Bytes of a one-way queue between two ranks.
+        queue: Bytes of a one-way queue between two ranks, for each of its blocks.
         peer: Bytes for each rank of the same node to which rows of experts are sent.
     """
 
@@ -268,6 +277,7 @@ class CommunicatorBytes:
         """Return the bytes of all communicators of a rank.
 
         Args:
+            queues: Blocks of all queues (``DeviceClass.queue_blocks``).
             rounds: For each communicator, including the world's, the names of the axes that share it.
             peers: Number of other ranks of the ``ep`` axis on this node.
         """
@@ -289,7 +299,7 @@ COMMUNICATORS: Mapping[str, CommunicatorBytes] = MappingProxyType(
         "cuda": CommunicatorBytes(
             24 * _CHANNEL,
             24 * _CHANNEL,
-            QUEUE_CHANNELS * _CHANNEL,
+            _CHANNEL,
             32 * _CHANNEL,
             "NCCL: 10 MiB to receive and 2 MiB to send for each channel of a connection; 24 channels of a ring, as "
             "many of a queue as it has blocks, and 32 to each GPU of the node of an all-to-all, where 3.28 GB were "

@@ -7,7 +7,7 @@ An accelerator's communicator runs operations in launch order. On a shared commu
 send would delay the send until the receive's message arrives; and a receive launched from the compute stream would
 first wait for the computations before it. ``simulate`` shows the cost of both. Therefore sends are launched after the
 computation that produced them, and receives from a separate stream without computations, as soon as the host reaches
-them.
+them; or behind the computations before them, if the device's class limits how far ahead they are (``lookahead``).
 
 Receive kernels wait on the device while other kernels run. Every wait is for an action that is earlier in the programs,
 and ``check`` proves that the programs end even if every rank performs one action at a time. So they cannot deadlock,
@@ -48,8 +48,10 @@ class Queues:
         """
         return collectives.send(x, self._axes[self.rank, to], 1)
 
-    def receive(self, room: Callable[[], Tensor], source: int) -> tuple[Tensor, dist.Work]:
-        """Launch a receive that waits for no computation; return (buffer, work) for ``finish_receive``.
+    def receive(self, room: Callable[[], Tensor], source: int, *, early: bool = True) -> tuple[Tensor, dist.Work]:
+        """Launch a receive; return (buffer, work) for ``finish_receive``.
+
+        early: It waits for no computation; otherwise for those that are launched.
 
         ``room`` allocates the buffer, on the receive stream. On the compute stream, the allocator could return a block
         that computations have freed but still read, and only waiting for them would make that safe. On the receive
@@ -63,7 +65,7 @@ class Queues:
             return buffer, collectives.receive(buffer, axis, 0)
 
         # An event from when the queues were made: by default the receive stream would wait for the current stream.
-        return self._device.launch(launch, self._stream, after=self._before)
+        return self._device.launch(launch, self._stream, after=self._before if early else None)
 
     def finish_receive(self, buffer: Tensor, work: dist.Work, meter: WaitMeter | None = None) -> Tensor:
         """Return the buffer after making the current stream wait for its message."""

@@ -137,7 +137,8 @@ class Runner:
     def _receive(self, action: Action) -> None:
         into = action.chunk if action.kind == schedules.RECV_F else action.chunk + 1
         source = action.chunk + (-1 if action.kind == schedules.RECV_F else 1)
-        received = self.queues.receive(lambda: self.work.empty(action.micro_batch, into), self.schedule.rank_of(source))
+        room, early = partial(self.work.empty, action.micro_batch, into), self.schedule.receives_ahead is None
+        received = self.queues.receive(room, self.schedule.rank_of(source), early=early)
         self._received[action.kind, (action.chunk, action.micro_batch)] = received
 
     def _take(self, kind: str, place: Place) -> Tensor:

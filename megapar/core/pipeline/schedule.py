@@ -50,6 +50,8 @@ class Schedule:
         name: A value of --pp-schedule.
         programs: The actions of each pp rank in order, computations and communication.
         style: Placement of chunks on ranks, "loop" or "v" (``rank_of_chunk``).
+        receives_ahead: Computations that run between the launch of a receive and the one that needs it (``lookahead``);
+            None: receives wait for no computation.
     """
 
     name: str
@@ -57,6 +59,7 @@ class Schedule:
     num_chunks: int
     num_micro_batches: int
     style: str
+    receives_ahead: int | None = None
 
     @property
     def num_ranks(self) -> int:

@@ -6,14 +6,17 @@ There are two models of a message:
                 hang on any network: buffering in a backend only relaxes it.
     simulate    Sends and receives cost nothing to launch, and the host launches them long before they run. A message
                 takes ``send`` and starts when both ends have reached it, each on its queue (``Wiring``).
-                Computations wait for it, and the number of sends in flight on a rank is limited.
+                Computations wait for it, and the number of sends in flight on a rank is limited. They take longer
+                beside messages that are posted (``Costs.beside``).
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 from megapar.core.pipeline import schedule as schedules
@@ -31,6 +34,7 @@ class Costs:
     Attributes:
         send: From the launch of a message to its arrival.
         chunks: A factor for every chunk; empty: 1 for all.
+        beside: A factor of computations beside 0, 1, 2 .. queues whose kernels wait or move a message; empty: 1.
     """
 
     forward: float = 1.0
@@ -38,6 +42,7 @@ class Costs:
     weight: float = 1.0
     send: float = 0.0
     chunks: tuple[float, ...] = ()
+    beside: tuple[float, ...] = ()
 
     def of(self, action: Action) -> float:
         """Return the duration of a computation."""
@@ -67,6 +72,7 @@ class Wiring:
 
 
 FREE = Wiring(lambda sender, receiver: None, separate_receives=True)
+_ROUNDS = 6  # of times of computations and of the messages beside them, which follow from each other
 # The wiring of the runner (``queues``): a queue for each direction.
 RUNNERS = Wiring(lambda sender, receiver: (sender, receiver), separate_receives=True)
 
@@ -119,7 +125,7 @@ def check(schedule: Schedule) -> None:
                 done.add(_once(program.pop(0), done))
                 progress = True
             if program and program[0].kind in (schedules.SEND_F, schedules.SEND_B):
-                expected = _matching_receive(program[0])
+                expected = matching_receive(program[0])
                 peer = programs[schedule.rank_of(expected.chunk)]
                 if peer and peer[0] == expected and _sendable(program[0], done):
                     done.update((_once(program.pop(0), done), _once(peer.pop(0), done)))
@@ -138,16 +144,34 @@ def simulate(schedule: Schedule, costs: Costs | None = None, wiring: Wiring = FR
     for action, needs in waits_for.items():
         for need in needs:
             then[need].append(action)
+    factors: dict[Action, float] = {}
+    for _ in range(_ROUNDS if costs.beside else 1):
+        slots = _slots(schedule, costs, waits_for, then, factors)
+        factors = _factors(schedule, costs, slots) if costs.beside else {}
+    computed = tuple(
+        tuple(slots[action] for action in program if action.kind in schedules.COMPUTE) for program in schedule.programs
+    )
+    return Simulation(computed, tuple(map(_most_in_flight, schedule.programs)))
+
+
+def _slots(
+    schedule: Schedule,
+    costs: Costs,
+    waits_for: Mapping[Action, Sequence[Action]],
+    then: Mapping[Action, Sequence[Action]],
+    factors: Mapping[Action, float],
+) -> dict[Action, Slot]:
+    """Return start and end of each computation and message. factors: of the durations of computations."""
     missing = {action: len(needs) for action, needs in waits_for.items()}
     ready = deque(action for action, number in missing.items() if not number)
     slots: dict[Action, Slot] = {}
     while ready:
         action = ready.popleft()
         start = max((slots[need].end for need in waits_for[action]), default=0.0)
-        slots[action] = Slot(
-            action, start, start + (costs.of(action) if action.kind in schedules.COMPUTE else costs.send)
-        )
-        for following in then[action]:
+        computes = action.kind in schedules.COMPUTE
+        seconds = costs.of(action) * factors.get(action, 1.0) if computes else costs.send
+        slots[action] = Slot(action, start, start + seconds)
+        for following in then.get(action, ()):
             missing[following] -= 1
             if not missing[following]:
                 ready.append(following)
@@ -155,11 +179,44 @@ def simulate(schedule: Schedule, costs: Costs | None = None, wiring: Wiring = FR
         left = [[action for action in program if _by_receive(action) not in slots] for program in schedule.programs]
         waiting = ", ".join(f"rank {rank} before {actions[0]}" for rank, actions in enumerate(left) if actions)
         raise DeadlockError(f"{schedule.name} over {schedule.num_ranks} ranks never ends: {waiting}")
-    programs = schedule.programs
-    computed = tuple(
-        tuple(slots[action] for action in program if action.kind in schedules.COMPUTE) for program in programs
-    )
-    return Simulation(computed, tuple(map(_most_in_flight, programs)))
+    return slots
+
+
+def _factors(schedule: Schedule, costs: Costs, slots: Mapping[Action, Slot]) -> dict[Action, float]:
+    """Return the factor of each computation beside the messages of its rank that are posted, waiting or moving."""
+    factors: dict[Action, float] = {}
+    for program in schedule.programs:
+        computed, spans = 0.0, defaultdict[tuple[str, int], list[tuple[float, float]]](list)
+        for action in program:
+            if action.kind in schedules.COMPUTE:
+                computed = slots[action].end
+                continue
+            event = _by_receive(action)
+            early = event is action and schedule.receives_ahead is None
+            queue = spans[action.kind[:4], schedule.rank_of(_source(action) if event is action else event.chunk)]
+            posted = max(queue[-1][1] if queue else 0.0, 0.0 if early else computed)
+            queue.append((posted, slots[event].end))
+        for slot in (slots[action] for action in program if action.kind in schedules.COMPUTE):
+            shared = sum(_shared(queue, slot) for queue in spans.values())
+            factors[slot.action] = between(costs.beside, shared / (slot.end - slot.start))
+    return factors
+
+
+def _shared(spans: Sequence[tuple[float, float]], slot: Slot) -> float:
+    """Return the time of a computation in which one of the spans, which follow each other, runs."""
+    shared = 0.0
+    for start, end in islice(spans, bisect_right(spans, slot.start, key=lambda span: span[1]), None):
+        if start >= slot.end:
+            break
+        shared += min(end, slot.end) - max(start, slot.start)
+    return shared
+
+
+def between(values: Sequence[float], place: float) -> float:
+    """Return the value at a place between those at 0, 1, 2 ..; beyond the last, the last."""
+    lower = min(int(place), len(values) - 1)
+    upper = min(lower + 1, len(values) - 1)
+    return values[lower] + (place - lower) * (values[upper] - values[lower])
 
 
 def _dependencies(schedule: Schedule, wiring: Wiring) -> dict[Action, list[Action]]:
@@ -179,7 +236,8 @@ def _dependencies(schedule: Schedule, wiring: Wiring) -> dict[Action, list[Actio
                 computed = action
                 continue
             sends = action.kind in (schedules.SEND_F, schedules.SEND_B)
-            if computed is not None and (sends or not wiring.separate_receives):
+            aside = wiring.separate_receives and schedule.receives_ahead is None
+            if computed is not None and (sends or not aside):
                 needs.append(computed)
             ends = (rank, schedule.rank_of(event.chunk)) if sends else (schedule.rank_of(_source(event)), rank)
             name = wiring.queue(*ends)
@@ -231,7 +289,7 @@ def _sendable(action: Action, done: set[Action]) -> bool:
     return any(action._replace(kind=kind) in done for kind in computations)
 
 
-def _matching_receive(action: Action) -> Action:
+def matching_receive(action: Action) -> Action:
     """Return the receive that matches a send."""
     if action.kind == schedules.SEND_F:
         return Action(action.chunk + 1, schedules.RECV_F, action.micro_batch)
@@ -240,7 +298,7 @@ def _matching_receive(action: Action) -> Action:
 
 def _by_receive(action: Action) -> Action:
     """Return the matching receive of a send, and every other action unchanged."""
-    return _matching_receive(action) if action.kind in (schedules.SEND_F, schedules.SEND_B) else action
+    return matching_receive(action) if action.kind in (schedules.SEND_F, schedules.SEND_B) else action
 
 
 def _source(receive: Action) -> int:

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from megapar.core.comm.meter import WaitMeter
 from megapar.core.device.dtypes import at_least_fp32
+from megapar.core.device.kinds import device_class
+from megapar.core.pipeline.lookahead import schedule_ahead
 from megapar.core.pipeline.queues import Queues
 from megapar.core.pipeline.runner import Runner, run_forward
-from megapar.core.pipeline.schedule import make_schedule
 from megapar.core.pipeline.stages import Chunk, Stages
 from megapar.core.sharding.zero import ZeroSharding
 from megapar.core.tensor_parallel.weight_gradients import WeightGradients
@@ -69,7 +70,8 @@ class PipelinedModel:
                 those that other chunks compute.
         """
         chunks_per_rank = len(self.stages.chunks) // self.stages.num_ranks
-        schedule = make_schedule(self.schedule, self.stages.num_ranks, chunks_per_rank, len(batches))
+        ahead = device_class(self.device.type).receives_ahead
+        schedule = schedule_ahead(self.schedule, self.stages.num_ranks, chunks_per_rank, len(batches), ahead)
         batches = [batch.to(self.device, non_blocking=True) for batch in batches]
         last = {index: schedule.backward_order(index)[-1] for index in self.shardings}
         if not self.reduce_every_micro_batch:

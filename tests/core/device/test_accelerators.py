@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megapar.core.device.accelerators import Accelerator, CudaDevice, NpuDevice, pinned_exactly
 from megapar.core.device.attention.whole import capability_of
 from megapar.core.device.base import Device
-from megapar.core.device.kinds import QUEUE_CHANNELS, SMALL_HCCL_MIB
+from megapar.core.device.kinds import SMALL_HCCL_MIB, device_class
 
 HOUR = timedelta(hours=1)
 needs_maps = pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="tells mappings by Linux's own list")
@@ -137,7 +137,7 @@ class HcclOptions:
     hccl_config: dict[str, int]
 
 
-@pytest.mark.parametrize(("queue", "blocks"), [(True, QUEUE_CHANNELS), (False, 32)])
+@pytest.mark.parametrize(("queue", "blocks"), [(True, device_class("cuda").queue_blocks), (False, 32)])
 def test_collectives_on_a_gpu_go_first_and_a_queue_s_kernels_get_few_blocks(queue, blocks):
     with patch.object(dist, "ProcessGroupNCCL", SimpleNamespace(Options=NcclOptions), create=True):
         first, second = (object.__new__(CudaDevice).group_options(("pp",), HOUR, queue=queue) for _ in range(2))

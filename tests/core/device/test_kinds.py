@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megapar.core.device.kinds import COMMUNICATORS, QUEUE_CHANNELS, DeviceKind, kind_called, kind_of, kinds
+from megapar.core.device.kinds import COMMUNICATORS, DeviceKind, kind_called, kind_of, kinds
 from megapar.core.units import MEGABYTE
 
 DRIVERS = {
@@ -100,5 +100,5 @@ def test_a_wave_of_tiles_that_is_not_full_takes_as_long_as_a_full_one() -> None:
 def test_bytes_of_communicators_are_those_of_axes_and_queues() -> None:
     rounds = [("world",), ("pp",), ("sharding", "data", "shard"), ("ep",)]
     assert COMMUNICATORS["cpu"].of(rounds, 4, 7) == 0
-    assert COMMUNICATORS["cuda"].of(rounds, 4, 7) == (4 * 24 + 4 * QUEUE_CHANNELS + 7 * 32) * 12 * MEGABYTE
+    assert COMMUNICATORS["cuda"].of(rounds, 4, 7) == (4 * 24 + 4 + 7 * 32) * 12 * MEGABYTE
     assert COMMUNICATORS["npu"].of(rounds, 4, 7) == (3 * 400 + 40 + 4 * 40) * MEGABYTE

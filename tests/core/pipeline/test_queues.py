@@ -17,6 +17,7 @@ from megapar.core.comm.flight_recorder import FlightRecorder
 from megapar.core.comm.meter import WaitMeter
 from megapar.core.comm.rounds import queue_rounds
 from megapar.core.device.base import Device
+from megapar.core.pipeline.lookahead import schedule_ahead
 from megapar.core.pipeline.queues import Queues
 from megapar.core.pipeline.runner import Runner, run_forward
 from megapar.core.pipeline.schedule import make_schedule
@@ -115,17 +116,18 @@ class Scales:
         assert self.weights[chunk].requires_grad
 
 
-def run_schedule(rank: int, world_size: int, name: str, chunks: int) -> dict[str, Any]:
+def run_schedule(rank: int, world_size: int, name: str, chunks: int, ahead: int | None) -> dict[str, Any]:
     device, recorder, axes = RecordingDevice(), FlightRecorder(), {}
     for ends in permutations(range(world_size), 2):
         group = dist.new_group(list(ends))
         if rank in ends:
             axes[ends] = Axis("pp", 2, ends.index(rank), group, ends, recorder=recorder, queue="{}>{}".format(*ends))
-    schedule = make_schedule(name, world_size, chunks, 2 * world_size)
+    schedule = schedule_ahead(name, world_size, chunks, 2 * world_size, ahead)
     queues, work = Queues(rank, axes, device), Scales(device, schedule.num_chunks)
     Runner(schedule, queues, work, None, WaitMeter()).run()
     receipts = sum(action.kind.startswith("RECV") for action in schedule.programs[rank])
-    assert device.launched == [("receipts", "event 1")] * receipts, "behind what was there when they were made"
+    behind = "event 1" if ahead is None else None  # what was there when they were made, or what is launched
+    assert device.launched == [("receipts", behind)] * receipts
     assert work.made_on == ["receipts"] * receipts
     stages = Stages.of(range(schedule.num_chunks), schedule.num_chunks, world_size, schedule.style)
     with torch.no_grad():
@@ -139,9 +141,17 @@ def run_schedule(rank: int, world_size: int, name: str, chunks: int) -> dict[str
     return {"launched": launched, "results": work.results, "gradients": gradients}
 
 
-@pytest.mark.parametrize(("name", "chunks", "ranks"), [("1f1b", 1, 3), ("gpipe", 1, 2), ("interleaved", 2, 2)])
-def test_receipts_are_launched_aside_and_a_queue_goes_one_way(name: str, chunks: int, ranks: int) -> None:
-    found = run_ranks(ranks, run_schedule, name, chunks, backend="late")
+@pytest.mark.parametrize(
+    ("name", "chunks", "ranks", "ahead"),
+    [
+        *(("1f1b", 1, 3, None), ("gpipe", 1, 2, None), ("interleaved", 2, 2, None)),
+        *(("1f1b", 1, 3, 0), ("1f1b", 1, 3, 1), ("interleaved", 2, 2, 1)),
+    ],
+)
+def test_receipts_are_launched_aside_and_a_queue_goes_one_way(
+    name: str, chunks: int, ranks: int, ahead: int | None
+) -> None:
+    found = run_ranks(ranks, run_schedule, name, chunks, ahead, backend="late")
     on: defaultdict[str, dict[int, list[str]]] = defaultdict(dict)
     for rank, result in enumerate(found):
         for axis, kind in result["launched"]:

@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megapar.core.pipeline.draw import as_svg, as_text
-from megapar.core.pipeline.schedule import Schedule, make_schedule, min_micro_batches
+from megapar.core.pipeline.lookahead import post_later
+from megapar.core.pipeline.schedule import (
+    BACKWARD,
+    COMPUTE,
+    FORWARD,
+    INPUT,
+    RECV_B,
+    RECV_F,
+    Schedule,
+    make_schedule,
+    min_micro_batches,
+)
 from megapar.core.pipeline.simulate import (
     FREE,
     RUNNERS,
@@ -97,6 +111,54 @@ def test_what_the_runner_has_costs_nothing_over_free_messages(name: str, chunks:
     }
     worst = max(found, key=lambda case: found[case])
     assert found[worst] <= 0.5, worst
+
+
+@pytest.mark.parametrize(("name", "chunks"), KINDS)
+def test_no_lookahead_hangs_whatever_the_time_of_a_message(name: str, chunks: int) -> None:
+    for ranks, times, ahead in product((2, 3, 4, 8), (1, 2, 3), (0, 1, 2, 3, 7, 99)):
+        schedule = make_schedule(name, ranks, chunks, times * ranks)
+        later = post_later(schedule, ahead)
+        check(later)
+        simulate(later, Costs(send=0.3), RUNNERS)
+        for before, program in zip(schedule.programs, later.programs, strict=True):
+            assert sorted(program) == sorted(before)
+            computed, was = ([a for a in one if a.kind in COMPUTE] for one in (program, before))
+            assert computed == was, "only messages move"
+    assert post_later(schedule, None) is schedule
+
+
+@pytest.mark.parametrize(("name", "chunks"), KINDS)
+def test_no_receive_is_posted_further_ahead_than_allowed(name: str, chunks: int) -> None:
+    """Unless its message has no other place in the order of all ranks, it is exactly so many computations ahead."""
+    for ahead in (0, 1, 2):
+        later = post_later(make_schedule(name, 4, chunks, 8), ahead)
+        for program in later.programs:
+            computed = [action for action in program if action.kind in COMPUTE]
+            for place, action in enumerate(program):
+                if action.kind in (RECV_F, RECV_B):
+                    kinds = (FORWARD,) if action.kind == RECV_F else (BACKWARD, INPUT)
+                    needs = next(a for a in computed if a in [action._replace(kind=kind) for kind in kinds])
+                    posted = sum(a.kind in COMPUTE for a in program[:place])
+                    assert computed.index(needs) - posted <= ahead
+
+
+@given(kind=st.sampled_from(KINDS), ranks=st.integers(2, 6), times=st.integers(1, 3), ahead=st.integers(0, 12))
+def test_every_schedule_with_every_lookahead_ends(kind: tuple[str, int], ranks: int, times: int, ahead: int) -> None:
+    later = post_later(make_schedule(kind[0], ranks, kind[1], times * ranks), ahead)
+    check(later)
+    assert later.receives_ahead == ahead
+
+
+def test_receives_that_wait_slow_computations_and_late_ones_expose_messages() -> None:
+    schedule = make_schedule("1f1b", 4, 1, 16)
+    held = Costs(send=0.02, beside=(1.0, 1.15, 1.16))
+    alone = simulate(schedule, replace(held, beside=()), RUNNERS).end
+    early, late = (simulate(post_later(schedule, ahead), held, RUNNERS).end for ahead in (None, 0))
+    assert 1.1 * alone < early <= 1.16 * alone
+    bare = simulate(post_later(schedule, 0), replace(held, beside=()), RUNNERS).end
+    assert alone < bare <= late < early, "messages of 2 % cost less than multiprocessors"
+    far = Costs(send=0.5)
+    assert simulate(post_later(schedule, 0), far, RUNNERS).end > simulate(schedule, far, RUNNERS).end
 
 
 def test_receipts_have_to_be_launched_aside() -> None:
