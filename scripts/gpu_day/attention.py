@@ -14,12 +14,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megapar.core.attention_mask import AttentionMask
+from megapar.core.device.attention.documents import packed_attention_filled
 from megapar.core.device.attention.mask import DeviceMask
 from megapar.core.device.attention.table import (
     BLOCKS,
@@ -37,6 +39,7 @@ from megapar.core.device.attention.table import (
     choose,
 )
 from megapar.core.device.base import Device
+from megapar.core.device.kinds import device_class
 from megapar.core.device.ops import OPS
 from megapar.core.device.pick import pick
 from scripts.gpu_day.day import Answer, Day
@@ -77,6 +80,38 @@ def run(day: Day) -> None:
                 for size in SIZES if form != BLOCKS else ():
                     work = partial(candidate, day, row, form, size)
                     day.attempt(f"row {number}, {row.kernel}: {form}, heads of {size}", work)
+    day.attempt("documents, each by a call", partial(long_documents, day), least=10.0)
+
+
+def long_documents(day: Day) -> Answer:
+    """Time packed samples of long documents by one call and by a call each, with the first calls of new lengths."""
+    step, least = (8, 16) if day.small else (device_class(day.device).document_step, 1024)
+    forms = (OPS["packed_attention"][day.device], partial(packed_attention_filled, step=step))
+    cases, total, right = {}, [0.0, 0.0], True
+    for lengths in ((16, 16, 16, 16), (17, 21, 26), (19, 45), (64,), (33, 30), (18, 16, 29)):
+        own = [length * least // 16 + (3 * length) % step for length in lengths]
+        shapes = [(1, heads, sum(own), 128) for heads in (32, 8, 8)]
+        tensors = [torch.randn(shape, device=day.place, dtype=DTYPE).requires_grad_() for shape in shapes]
+        mask = DeviceMask.of(AttentionMask.of_documents(list(accumulate(own))), day.place)
+        runs = [partial(_both_ways, form, tensors, {"mask": mask}) for form in forms]
+        first, found = zip(*(_first(day, run) for run in runs), strict=True)
+        steady = [day.seconds(run, 5) for run in runs]
+        total = [sum(both) for both in zip(total, steady, strict=True)]
+        right = right and max(relative(a, b.double()) for a, b in zip(*found, strict=True)) <= 2 * TOLERANCE[DTYPE]
+        cases[" ".join(map(str, own))] = {"first": first, "steady": steady}
+    figures: dict[str, Any] = {"cases": cases, "ratio": total[1] / total[0]}
+    if right and figures["ratio"] < 1.0:
+        figures["set"] = f"least_document: {least}, document_step: {step}"
+    return Answer(right, figures)
+
+
+def _first(day: Day, run: Callable[[], list[Tensor]]) -> tuple[float, list[Tensor]]:
+    """Return the seconds and the result of a first call."""
+    day.synchronize()
+    began = time.perf_counter()
+    found = run()
+    day.synchronize()
+    return time.perf_counter() - began, found
 
 
 def candidate(day: Day, row: KernelRow, form: str, size: int) -> Answer:

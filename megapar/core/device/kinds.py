@@ -53,6 +53,9 @@ class DeviceClass:
         whole_elements: Most elements of the matrices that a rank puts together at a time, unless one is larger (Muon).
         queue_blocks: Multiprocessors that a kernel holds while it waits for or moves a message between two stages.
         receives_ahead: Computations between the launch of a pipeline's receive and its use; None for any number.
+        least_document: Least positions of causal documents that are calls of whole samples instead of one for variable
+            lengths, if none is shorter; 0 for none.
+        document_step: Multiple of positions to which such documents are filled.
         beside_blocks: Time of a step beside so many held multiprocessors, relative to that alone.
     """
 
@@ -73,6 +76,8 @@ class DeviceClass:
     queue_blocks: int
     receives_ahead: int | None
     beside_blocks: Mapping[int, float]
+    least_document: int
+    document_step: int
 
     @property
     def beside_queues(self) -> tuple[float, ...]:

@@ -155,7 +155,9 @@ def _kernels(config: Config, kind: DeviceKind) -> str:
             "npu": "npu_fusion_attention",
             "cpu": "torch's fused kernel for CPUs",
         }[kind.kernels]
-    return ", ".join(_named(config, kind.capability, _DTYPES[dtype]))
+    least, named = kind.device_class.least_document, ", ".join(_named(config, kind.capability, _DTYPES[dtype]))
+    long = config.model.causal and 0 < least <= config.model.seq_length and table.DOCUMENTS in forms_of(config)
+    return named + (f", each by a call if none is shorter than {least}" if long else "")
 
 
 def _named(config: Config, capability: table.Capability, dtype: str) -> Iterator[str]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import itertools
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -28,6 +30,7 @@ from megapar.core.device.attention.slices import (
 )
 from megapar.core.device.attention.table import CAUSAL, FULL, MASKED, VARLEN, WINDOW
 from megapar.core.device.attention.whole import attention_fused, attention_reference, plain_attention
+from megapar.core.device.kinds import device_class
 from megapar.core.device.ops import OPS, op
 from megapar.moe.expert_order import sort_by_expert
 from tests.support.ascend import stand_in
@@ -315,6 +318,36 @@ def test_packed_attention_is_attention_of_each_document_alone():
     for sample, start, end in ((0, 0, 3), (0, 3, 8), (1, 0, 1), (1, 1, 2), (1, 2, 8)):
         alone = attention_reference(*(x[sample : sample + 1, :, start:end] for x in (q, k, v)), form=CAUSAL)
         assert torch.allclose(packed[sample : sample + 1, :, start:end], alone, atol=1e-12)
+
+
+@pytest.mark.parametrize("step", [1, 4, 8])
+def test_documents_that_are_filled_have_the_results_and_gradients_of_packed_ones(step):
+    documents = DeviceMask.of(AttentionMask.of_documents([3, 8, 9, 16, 24, 32], 2), torch.device("cpu"))
+    tensors = [draw(i, 2, n, 16, 16, dtype=torch.float64).requires_grad_() for i, n in enumerate((4, 2, 2))]
+    found = []
+    for form in (packed_attention_reference, partial(packed_attention.packed_attention_filled, step=step)):
+        y = form(*tensors, mask=documents)
+        found.append((y, *torch.autograd.grad((y * torch.arange(16)).sum(), tensors)))
+    assert all(torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("least", "causal", "window", "alone"),
+    [(3, True, 0, True), (4, True, 0, False), (0, True, 0, False), (3, False, 0, False), (3, True, 2, False)],
+)
+def test_long_documents_are_calls_of_whole_samples(least, causal, window, alone, monkeypatch):
+    """Where the class of the device says so, if no document is shorter; others are one call for variable lengths."""
+    chosen = replace(device_class("cuda"), least_document=least, document_step=4)
+    monkeypatch.setattr(packed_attention, "device_class", lambda kind: chosen)
+    monkeypatch.setattr(packed_attention, "takes", lambda kernel, call: True)
+    monkeypatch.setattr(packed_attention, "by_kernel", lambda q, *more, **options: torch.zeros_like(q))
+    mask = DeviceMask.of(AttentionMask.of_documents([3, 8, 11, 16], 2, causal=causal), torch.device("cpu"))
+    mask = mask.within(window) if causal else mask
+    q, k, v = (draw(i, 2, n, 8, 16, dtype=torch.float64) for i, n in enumerate((4, 2, 2)))
+    got = packed_attention_varlen(q, k, v, mask=mask)
+    wanted = packed_attention_reference(q, k, v, mask=mask) if alone else torch.zeros_like(q)
+    assert torch.allclose(got, wanted, rtol=0, atol=1e-12)
+    assert not packed_attention_varlen(q, k, v, mask=mask, dropout=0.1).any()
 
 
 def test_packed_attention_never_holds_a_square():
