@@ -247,7 +247,7 @@ class SelfAttention(nn.Module, ABC):
             elif dropout or mask.form in (DOCUMENTS, WINDOW) or rows is not None:
                 y = self.attend(*heads, mask, dropout, rows)
             else:
-                y = self.run(attend, q, k, v, mask.valid, mask.form, self.operator if flash else None)
+                return self.run(attend, q, k, v, mask.valid, mask.form, self.operator if flash else None)
         return y.transpose(1, 2)
 
     def _attend_runs(
@@ -289,10 +289,11 @@ def make_attention(
 
 @counted(2, 2, 2, 2)
 def attend(q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, form: str, operator: str | None) -> Tensor:
-    """Compute attention without dropout: q [B, S, N, D], k [B, S, G, D], v [B, S, G, V] to [B, N, S, V].
+    """Compute attention without dropout: q [B, S, N, D], k [B, S, G, D], v [B, S, G, V] to [B, S, N, V].
 
     It takes the form and the tensor of a mask, because a mask that differs in each micro-batch would compile it again.
-    ``operator`` is its name in the table of operators; None for the reference.
+    The result is contiguous, because compiled code of dynamic shapes copies a gradient that is not. ``operator`` is its
+    name in the table of operators; None for the reference.
     """
     attention = attention_reference if operator is None else op(operator, q)
-    return attention(*(x.transpose(1, 2) for x in (q, k, v)), form=form, valid=valid)
+    return attention(*(x.transpose(1, 2) for x in (q, k, v)), form=form, valid=valid).transpose(1, 2)

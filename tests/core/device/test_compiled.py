@@ -8,6 +8,7 @@ import pytest
 import torch
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megapar.core.device.attention.table import CAUSAL, MASKED
 from megapar.core.device.compiled import Compiled, plain
@@ -77,6 +78,32 @@ def assert_same_numbers(sizes, run):
 
 def name(function):
     return function.__qualname__
+
+
+class Copies(TorchDispatchMode):
+    """The operators that copy a tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.name().partition(".")[0] in ("aten::clone", "aten::copy_"):
+            self.found.append(tuple(args[0].shape))
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_gradient_of_compiled_attention_is_copied():
+    """It comes as the product before it made it, whose rows are tokens."""
+    run = Compiled("aot_eager")
+    for length in (8, 12):
+        heads = [torch.randn(2, length, count, 8, requires_grad=True) for count in (4, 2, 2)]
+        y = run(attend, *heads, None, CAUSAL, "attention")
+        product = y.flatten(2)
+        assert product.data_ptr() == y.data_ptr()
+        with Copies() as copies:
+            torch.autograd.backward(product, torch.randn(2, length, 32))
+        assert (2, 4, length, 8) not in copies.found
 
 
 @pytest.mark.parametrize("sizes", [DENSE, LATENT, ERNIE])
