@@ -81,12 +81,15 @@ OPS: Mapping[str, Mapping[str, Form]] = MappingProxyType(
         "swiglu": _forms(layer_ops.swiglu_reference, cuda=layer_ops.swiglu_cuda, npu=ascend.swiglu_npu),
         "clamped_swiglu": _forms(layer_ops.clamped_swiglu_reference, cuda=layer_ops.clamped_swiglu_cuda),
         "rotary": _forms(
-            rotary.rotary_reference, cpu=rotary.rotary_complex, cuda=rotary.rotary_cuda, npu=ascend.rotary_npu
+            rotary.rotary_reference,
+            cpu=rotary.rotary_in_place,
+            cuda=rotary.rotary_in_place,
+            npu=ascend.rotary_npu,
         ),
         "rotary_heads": _forms(
             rotary.rotary_heads_reference,
-            cpu=rotary.rotary_heads_by(rotary.rotary_complex),
-            cuda=rotary.rotary_heads_cuda,
+            cpu=rotary.rotary_heads_at_once,
+            cuda=rotary.rotary_heads_at_once,
             npu=rotary.rotary_heads_by(ascend.rotary_npu),
         ),
         "rotate_last": _forms(

@@ -1,4 +1,4 @@
-"""Rotary embedding of queries and keys: a reference, complex products, and one that starts from the fused product.
+"""Rotary embedding of queries and keys: a reference, a complex product, and one that starts from the fused product.
 
 Angles are (cos, sin), [B, S, D / 2] each, in max(fp32, dtype).
 
@@ -34,14 +34,7 @@ def rotary_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2).to(x.dtype)
 
 
-def rotary_complex(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Compute ``rotary_reference`` by one product of complex numbers: a twelfth of its time on a CPU."""
-    pairs = torch.view_as_complex(x.to(cos.dtype).unflatten(-1, (-1, 2)))
-    rotated = pairs * _turn(x, cos, sin)
-    return torch.view_as_real(rotated).flatten(-2).to(x.dtype)
-
-
-def rotary_cuda(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotary_in_place(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Compute ``rotary_reference`` by one product of complex numbers in each direction, which keeps only the angles.
 
     A compiler fuses the reference into one kernel, and does not fuse complex numbers.
@@ -53,6 +46,10 @@ def rotary_cuda(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def split_heads(qkv: Tensor) -> Heads:
     """Split [B, S, G, Q + 2, D] into q [B, S, N, D], k and v [B, S, G, D]."""
+    return _split(qkv) if torch.compiler.is_compiling() else _SplitHeads.apply(qkv)
+
+
+def _split(qkv: Tensor) -> Heads:
     q, k, v = qkv.split((qkv.shape[3] - 2, 1, 1), dim=3)
     return q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
 
@@ -70,7 +67,7 @@ def rotary_heads_by(rotary: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Calla
 rotary_heads_reference = rotary_heads_by(rotary_reference)
 
 
-def rotary_heads_cuda(qkv: Tensor, cos: Tensor, sin: Tensor) -> Heads:
+def rotary_heads_at_once(qkv: Tensor, cos: Tensor, sin: Tensor) -> Heads:
     """Compute ``rotary_heads_reference``, with q and k in one product, and all gradients in one buffer."""
     if torch.compiler.is_compiling():
         return rotary_heads_reference(qkv, cos, sin)
@@ -96,6 +93,26 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def _copied(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty(x.shape, dtype=dtype, device=x.device).copy_(x)
+
+
+def _joined(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Undo ``split_heads``, by rows of a matrix: torch copies tensors of more than four dims one by one on a GPU."""
+    (B, S, G, D), together = k.shape, q.shape[2] // k.shape[2] + 2
+    rows = [x.reshape(B * S * G, width * D) for x, width in ((q, together - 2), (k, 1), (v, 1))]
+    return torch.cat(rows, dim=1).view(B, S, G, together, D)
+
+
+class _SplitHeads(torch.autograd.Function):
+    """Split of qkv [B, S, G, Q + 2, D] into views, as far as they are."""
+
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor) -> Heads:
+        return _split(qkv)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return _joined(*grads)
 
 
 class _Rotary(torch.autograd.Function):
@@ -133,12 +150,10 @@ class _RotaryHeads(torch.autograd.Function):
         dq, dk, dv = grads
         if ctx.by_kernel:
             return triton_operators.rotary_heads_backward(dq, dk, dv, cos, sin), None, None
-        *rows, num_groups, features = dk.shape
-        heads = dq.shape[2] // num_groups
-        wide = torch.empty(*rows, num_groups, heads + 1, features, dtype=cos.dtype, device=dk.device)
-        wide[:, :, :, :-1].copy_(dq.unflatten(2, (num_groups, heads)))
-        wide[:, :, :, -1].copy_(dk)
-        dqkv = dv.new_empty(*rows, num_groups, heads + 2, features)
-        dqkv[:, :, :, :-1].copy_(turn_(wide, cos, -sin))
-        dqkv[:, :, :, -1].copy_(dv)
+        dqkv = _joined(dq, dk, dv)
+        both = dqkv[:, :, :, :-1]
+        if both.dtype == cos.dtype:
+            turn_(both, cos, -sin)
+        else:
+            both.copy_(turn_(_copied(both, cos.dtype), cos, -sin))
         return dqkv, None, None

@@ -184,9 +184,10 @@ class Bucket:
         """
         member = self.members[index]
         left, right = product.left, product.right
-        target = self._main(self._main_dtype)[0, member.offset : member.offset + member.numel]
+        flat, shape = self._main(self._main_dtype), (left.shape[0], right.shape[1])
+        target = flat.as_strided(shape, (shape[1], 1), flat.storage_offset() + member.offset)  # one view, not three
         add = self._add_product or op("add_product", left)
-        add(target.view(left.shape[0], right.shape[1]), left, right, begins=index not in self._accumulated)
+        add(target, left, right, begins=index not in self._accumulated)
         self._accumulated.add(index)
         self._added_products.add(index)
 

@@ -115,8 +115,6 @@ def _heads(view: RankView, shape: AttentionShape) -> _Heads:
     if shape.rotary:
         # Rotated queries and keys; values are a view of the product's output.
         kept += 0.0 if shares or (view.cp > 1 and view.ulysses) else e * t * (N + G) * D
-        if view.kernels == "cpu":  # and the angles as complex numbers, for queries and for keys
-            kept += 2 * view.wide_bytes * t * D
     elif shape.sizes.queries_per_group > 1 and not shares:
         kept += e * t * N * D
     if shape.sizes.qk_norm:

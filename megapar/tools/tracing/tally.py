@@ -28,6 +28,8 @@ from megapar.training.step.observer import StepObserver
 
 # CUDA stages copies from pageable memory up to this size and returns; the host waits for larger ones.
 STAGED_BYTES = 64 * 1024
+# torch joins tensors of at most so many dims by one kernel, others by a strided copy of each (native/cuda/Shape.cu).
+JOINED_DIMS = 4
 # NCCL copies whole words if the part for a peer is aligned to this, single bytes otherwise.
 ALIGNMENT_BYTES = 16
 # Messages per peer below this size are short, aligned or not.
@@ -149,6 +151,8 @@ class Tally(TorchDispatchMode):
 
     def _count(self, name: str, operator: str, args: Any, given: list[Tensor], made: list[Tensor]) -> None:
         launches = kernels_of(name, _longest_list(args))
+        if operator == "cat" and made[0].dim() > JOINED_DIMS:
+            launches = len(args[0])
         if not launches:
             return
         label = caller()

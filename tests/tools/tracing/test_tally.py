@@ -31,6 +31,13 @@ def test_views_and_allocations_are_no_kernels(tally):
     assert tally.sums.launches == 2 + kernels_of("sort") + 1  # flatten copies what is transposed
 
 
+def test_tensors_of_more_dims_than_the_kernel_takes_are_joined_by_a_copy_of_each(tally):
+    torch.cat([on_device(2, 3, 4, 5)] * 3)
+    assert tally.sums.launches == 1
+    torch.cat([on_device(2, 3, 4, 5, 6)] * 3)
+    assert tally.sums.launches == 1 + 3
+
+
 def test_tensors_of_the_host_and_real_ones_are_not_counted(tally):
     torch.ones(3) + 1
     assert tally.sums.launches == 0
