@@ -99,6 +99,48 @@ class _Swiglu(torch.autograd.Function):
         return gradient
 
 
+class BiasedGelu(torch.autograd.Function):
+    """Gelu of x [.., F], and the gradient of the bias [F] that is in x, by the kernel of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return F.gelu(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        rows = (triton_operators.flat_rows(t, 1) for t in (grads[0], *ctx.saved_tensors))
+        dx, of_bias = torch.ops.megapar.gelu_backward(*rows)
+        return dx.view(grads[0].shape), of_bias
+
+
+class DroppedSumNorm(torch.autograd.Function):
+    """layer_norm(x + dropout(y)), x [.., H], and the gradient of the bias [H] that is in y, by the kernel of its own.
+
+    All have one dtype and are ``in_one_kernel``, with at most ``triton_operators.MOST_NORMED`` features.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, y: Tensor, weight: Tensor, norm_bias: Tensor, bias: Tensor, epsilon: float, dropped: float
+    ) -> Tensor:
+        y, kept = torch.native_dropout(y, dropped, True) if dropped else (y, None)
+        total, ctx.scale = x + y, 1 / (1 - dropped) if dropped < 1 else 0.0
+        result, *statistics = torch.native_layer_norm(total, total.shape[-1:], weight, norm_bias, epsilon)
+        ctx.save_for_backward(total, *statistics, weight, kept)
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        *tensors, weight, kept = ctx.saved_tensors
+        rows = [None if t is None else triton_operators.flat_rows(t, 1) for t in (grads[0], *tensors, kept)]
+        dx, dropped, sums = torch.ops.megapar.norm_backward(*rows[:-1], weight, rows[-1], ctx.scale)
+        of_both = (x.view(grads[0].shape) for x in (dx, dx if kept is None else dropped))
+        return *of_both, *sums.unbind(), None, None
+
+
 GATE_LIMIT, GATE_SLOPE = 7.0, 1.702  # of clamped swiglu: transformers' swiglu_limit and swiglu_alpha
 
 

@@ -24,6 +24,7 @@ from megapar.core.device.attention.table import LARGEST_GROUP
 MOST_EXPERTS = 1024  # bins of a program of the sort
 MOST_RUNS = 4096  # counts that every program reads
 MOST_CHOICES = 32  # loads of a program of the sum
+MOST_NORMED = 8192  # features of a row that a program normalizes
 FP8_ROWS = 16  # rows of a product in fp8 are filled up to a multiple of this
 MOST_SCORED = 64  # groups of experts x best experts of each
 ROUTER_ELEMENTS = 512  # tokens x experts of a program, four of a thread
@@ -113,7 +114,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, dtype: torch.dtype) -> tuple[T
 def swiglu(gate_up: Tensor, weights: Tensor | None, *, clamped: bool = False) -> Tensor:
     """Return silu(gate) * up of gate_up [.., 2, F], or clamped swiglu, times weights [.., 1] if given: [.., F]."""
     flat = None if weights is None else weights.flatten()
-    y: Tensor = torch.ops.megapar.swiglu(_rows(gate_up, 2), flat, clamped)
+    y: Tensor = torch.ops.megapar.swiglu(flat_rows(gate_up, 2), flat, clamped)
     return y.view(*gate_up.shape[:-2], -1)
 
 
@@ -122,7 +123,7 @@ def swiglu_backward(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the gradients of gate_up and of the weights for the gradient of ``swiglu``."""
     flat = None if weights is None else weights.flatten()
-    d_rows, d_weights = torch.ops.megapar.swiglu_backward(_rows(gradient, 1), _rows(gate_up, 2), flat, clamped)
+    d_rows, d_weights = torch.ops.megapar.swiglu_backward(flat_rows(gradient, 1), flat_rows(gate_up, 2), flat, clamped)
     return d_rows.view(gate_up.shape), None if weights is None else d_weights.view(weights.shape)
 
 
@@ -225,7 +226,7 @@ def update_adamw(
     torch.ops.megapar.update_adamw(*integers, *given, *table)
 
 
-def _rows(x: Tensor, dims: int) -> Tensor:
+def flat_rows(x: Tensor, dims: int) -> Tensor:
     """Return x as contiguous rows, [R, ..], of its last ``dims`` dims."""
     return x.contiguous().view(x.shape[:-dims].numel(), x.shape[-dims:].numel())
 
@@ -265,6 +266,14 @@ def _new_swiglu_gradients(
 ) -> tuple[Tensor, Tensor]:
     d_weights = rows.new_empty(0) if weights is None else weights.new_empty(weights.shape)
     return rows.new_empty(rows.shape), d_weights
+
+
+def _new_gelu_gradient(gradient: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), x.new_empty(x.shape[1])
+
+
+def _new_norm_gradients(gradient: Tensor, x: Tensor, *more: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(x), x.new_empty(0 if more[3] is None else x.shape), x.new_empty(3, x.shape[1])
 
 
 def _new_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -393,6 +402,13 @@ _register(
     "swiglu",
     "swiglu_backward(Tensor gradient, Tensor rows, Tensor? weights, bool clamped) -> (Tensor, Tensor)",
     _new_swiglu_gradients,
+)
+_register("gradients", "gelu_backward(Tensor gradient, Tensor x) -> (Tensor, Tensor)", _new_gelu_gradient)
+_register(
+    "gradients",
+    "norm_backward(Tensor gradient, Tensor x, Tensor mean, Tensor rstd, Tensor weight, Tensor? kept, float scale)"
+    " -> (Tensor, Tensor, Tensor)",
+    _new_norm_gradients,
 )
 _register("block_casts", "cast_rows(Tensor x) -> (Tensor, Tensor)", _new_rows)
 _register("block_casts", "cast_whole_rows(Tensor x) -> (Tensor, Tensor)", _new_whole_rows)

@@ -8,6 +8,7 @@ from itertools import product
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megapar.core.device import expert_rows, fp8
@@ -120,6 +121,22 @@ def _of_router(device: torch.device, random: torch.Generator) -> dict[str, list[
     }
 
 
+def _of_columns(device: torch.device, random: torch.Generator) -> dict[str, list[tuple[Tensor, Tensor]]]:
+    """Return operator -> its results and those of autograd, for gelu and a norm of 40 rows."""
+    ops, (gradient, x) = torch.ops.megapar, torch.randn(2, 40, 96, generator=random).to(device, torch.bfloat16)
+    with torch.enable_grad():
+        leaf, weight, scale = x.float().requires_grad_(), gradient[0].float(), gradient.float()
+        (of_gelu,) = torch.autograd.grad(F.gelu(leaf), leaf, scale)
+        (of_norm,) = torch.autograd.grad(F.layer_norm(leaf, (96,), weight), leaf, scale)
+    dx, of_bias = ops.gelu_backward(gradient, x)
+    statistics = torch.native_layer_norm(x.float(), (96,), weight, None, 1e-5)[1:]
+    normed = ops.norm_backward(gradient, x, *statistics, gradient[0], None, 1.0)
+    return {
+        "gelu_backward": [(dx, of_gelu), (of_bias, dx.float().sum(0))],
+        "norm_backward": [(normed[0], of_norm), (normed[2][2], normed[0].float().sum(0))],
+    }
+
+
 @torch.no_grad()
 def errors(device: torch.device) -> dict[str, float]:
     """Return operator -> relative error of its example."""
@@ -151,7 +168,7 @@ def errors(device: torch.device) -> dict[str, float]:
     pairs["update_adamw"] = _of_adamw(device, random)
     if device.type != "cuda" or (torch.version.hip is None and torch.cuda.get_device_capability(device) >= CASTS_FP8):
         pairs.update(_of_fp8(device, random))
-    pairs.update(_of_router(device, random))
+    pairs.update(_of_router(device, random) | _of_columns(device, random))
     return {
         name: max(float((a.float() - b.float()).norm() / b.float().norm()) for a, b in both)
         for name, both in pairs.items()

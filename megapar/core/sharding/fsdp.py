@@ -71,6 +71,9 @@ class FullSharding:
         self._waits = FsdpWaits(world.device)
         self._reductions: list[GroupReduction] = []
         self._ignored = {model.get_parameter(spec.name) for spec in unsharded}
+        for module in model.modules():
+            if getattr(module, "leaves_bias", False):  # a group may end before what takes the layer's output
+                module.leaves_bias = False  # type: ignore[assignment]
         self._wrap_apart(world, model, specs)
         groups = _by_units(units, together) if plan is None else _by_plan(model, units, specs, together, plan)
         # The backward begins with the group that the forward uses last (if tied, also first): it stays unsharded.

@@ -26,6 +26,7 @@ from megapar.core.comm.axis import Axis
 from megapar.core.comm.exchange import AllGather, Reduce, ReduceScatter
 from megapar.core.comm.in_flight import CommContext
 from megapar.core.device.kinds import device_class
+from megapar.core.device.layer_ops import in_one_kernel
 from megapar.core.device.ops import op
 from megapar.core.recompute.replay import Replay
 from megapar.core.tensor_parallel.collective_product import SEQUENCE_DIM
@@ -147,7 +148,13 @@ class Started(NamedTuple):
 
 
 class _SplitLinear(nn.Module):
-    """Parameters of a linear layer that is cut over mp, and the options of its execution."""
+    """Parameters of a linear layer that is cut over mp, and the options of its execution.
+
+    Attributes:
+        leaves_bias: What takes the output makes the bias's gradient, if it is ``in_one_kernel``.
+    """
+
+    leaves_bias = False
 
     def __init__(
         self, weight_shape: Sequence[int], bias_shape: Sequence[int], *, bias: bool, **options: Unpack[LayerOptions]
@@ -159,6 +166,11 @@ class _SplitLinear(nn.Module):
         self.bias = parameter(bias_shape, dtype, device) if bias else None
         self.overlap, self.comm = execution.overlap, execution.comm or CommContext()
         self.weight_gradients, self.fp8 = execution.weight_gradients, fp8_weight(execution.fp8)
+
+    def _bias(self, x: Tensor) -> Tensor | None:
+        """Return the bias for one use with the input x."""
+        bias = None if self.bias is None else local(self.bias)
+        return bias.detach() if bias is not None and self.leaves_bias and in_one_kernel(x) else bias
 
 
 class ColumnLinear(_SplitLinear):
@@ -180,7 +192,7 @@ class ColumnLinear(_SplitLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply [B, S(/mp), I] to [B, S, *out dims], one of them cut over mp."""
-        weight, bias, linear_comm = self._operands()
+        weight, bias, linear_comm = self._operands(x)
         if self.mp.size == 1:
             y = linear(x, weight, bias, linear_comm.defer_wgrad, fp8=self.fp8)
         else:
@@ -198,17 +210,17 @@ class ColumnLinear(_SplitLinear):
         """Wait for the all-gather and return the output of ``forward``."""
         if started.handle is None or started.ticket is None:
             return self(started.x)
-        weight, bias, linear_comm = self._operands()
+        weight, bias, linear_comm = self._operands(started.x)
         gathered = wait(started.handle, started.ticket)
         y = ArrivedColumn.apply(gathered, started.x.detach(), weight, bias, linear_comm)
         return y.unflatten(-1, self.out_dims)
 
-    def _operands(self) -> tuple[Tensor, Tensor | None, LinearComm]:
+    def _operands(self, x: Tensor) -> tuple[Tensor, Tensor | None, LinearComm]:
         """Return weight [O/mp, I], bias [O/mp] and the communication options, for one use."""
-        bias = None if self.bias is None else local(self.bias).flatten()
+        bias = self._bias(x)
         defer_wgrad = defer_wgrad_of(self.weight, self.weight_gradients)
         linear_comm = LinearComm(self.mp, self.overlap, self.comm, defer_wgrad, fp8=self.fp8)
-        return local(self.weight).flatten(0, -2), bias, linear_comm
+        return local(self.weight).flatten(0, -2), None if bias is None else bias.flatten(), linear_comm
 
 
 class RowLinear(_SplitLinear):
@@ -239,7 +251,7 @@ class RowLinear(_SplitLinear):
         plain = self.mp.size == 1 and self.fp8 is None and self.bias is None
         if onto is not None and (not plain or onto._is_view()):
             return onto + self.forward(x, ends_unit).flatten(0, -2)
-        weight, bias = local(self.weight), None if self.bias is None else local(self.bias)
+        weight, bias = local(self.weight), self._bias(x)
         defer_wgrad = defer_wgrad_of(self.weight, self.weight_gradients)
         if onto is not None:
             return linear_onto(onto, x, weight, defer_wgrad, ends_unit)

@@ -168,7 +168,7 @@ class GatheredColumn(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: LinearComm) -> Tensor:
-        ctx.layer, ctx.biased = layer, bias is not None
+        ctx.layer = layer
         ctx.save_for_backward(x, weight)
         if layer.overlap.whole:
             y = layer.gather_product(x, forward_factor(weight, layer.fp8), bias)[1]
@@ -212,7 +212,7 @@ class ArrivedColumn(torch.autograd.Function):
     def forward(
         ctx: Any, gathered: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, layer: LinearComm
     ) -> Tensor:
-        ctx.layer, ctx.biased = layer, bias is not None
+        ctx.layer = layer
         ctx.save_for_backward(x, weight)
         size = layer.mp.size
         y, right = x.new_empty((x.shape[0], size * x.shape[1], weight.shape[0])), forward_factor(weight, layer.fp8)
@@ -240,7 +240,7 @@ class ScatteredRow(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: LinearComm) -> Tensor:
-        ctx.layer, ctx.biased = layer, bias is not None
+        ctx.layer = layer
         ctx.save_for_backward(x, weight)
         size, batch = layer.mp.size, x.shape[0]
         x_MBsI = x.unflatten(1, (size, -1)).transpose(0, 1)
@@ -300,7 +300,7 @@ class CopiedColumn(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: LinearComm) -> Tensor:
-        ctx.layer, ctx.biased = layer, bias is not None
+        ctx.layer = layer
         ctx.save_for_backward(x, weight)
         return product(x, forward_factor(weight, layer.fp8), bias)
 
@@ -313,7 +313,7 @@ class CopiedColumn(torch.autograd.Function):
         if needs_dx:
             dx, flights = _multiply_and_sum(dy, backward_factor(weight, layer.fp8), weight.shape[1], layer)
         dw = layer.weight_gradient(WeightProduct(dy.t(), x.flatten(0, -2))) if needs_dw else None
-        db = dy.sum(0) if ctx.biased else None
+        db = dy.sum(0) if ctx.needs_input_grad[-2] else None
         for flight in flights:
             layer.comm.wait(flight)
         return None if dx is None else dx.view(x.shape), dw, db, None
@@ -327,7 +327,7 @@ class ReducedRow(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: LinearComm) -> Tensor:
-        ctx.layer, ctx.biased = layer, bias is not None
+        ctx.layer = layer
         ctx.save_for_backward(x, weight)
         if layer.output_unused:
             return x.new_zeros((*x.shape[:-1], weight.shape[0]))
@@ -346,7 +346,7 @@ class ReducedRow(torch.autograd.Function):
         needs_dx, needs_dw = ctx.needs_input_grad[:2]
         dx = product(dy, backward_factor(weight, layer.fp8)) if needs_dx else None
         dw = layer.weight_gradient(WeightProduct(dy.flatten(0, -2).t(), x.flatten(0, -2))) if needs_dw else None
-        return dx, dw, dy.flatten(0, -2).sum(0) if ctx.biased else None, None
+        return dx, dw, dy.flatten(0, -2).sum(0) if ctx.needs_input_grad[-2] else None, None
 
 
 def _gathered_dgrad(dy: Tensor, x: Tensor, weight: Tensor, layer: LinearComm) -> Tensor:
@@ -384,7 +384,7 @@ def _whole_row_gradients(
 
 def _bias_gradient(dy: Tensor, ctx: Any) -> Tensor | None:
     """Return db [O] of the rows on this rank."""
-    return dy.sum((0, 1)) if ctx.biased else None
+    return dy.sum((0, 1)) if ctx.needs_input_grad[-2] else None
 
 
 def _gathered_wgrad(dy: Tensor, gathered: list[tuple[slice, InFlight]], layer: LinearComm) -> Tensor | None:

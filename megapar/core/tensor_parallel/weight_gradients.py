@@ -175,7 +175,7 @@ class _Linear(torch.autograd.Function):
         ends_unit: Replay | None,
         fp8: Fp8Weight | None,
     ) -> Tensor:
-        ctx.defer_wgrad, ctx.biased, ctx.fp8 = defer_wgrad, bias is not None, fp8
+        ctx.defer_wgrad, ctx.fp8 = defer_wgrad, fp8
         ctx.save_for_backward(x, weight)
         if ends_unit is not None and ends_unit.recomputing:
             return x.new_zeros((*x.shape[:-1], weight.shape[0]))
@@ -187,6 +187,6 @@ class _Linear(torch.autograd.Function):
         (x, weight), dy = ctx.saved_tensors, grads[0]
         rows, dx = dy.flatten(0, -2), None
         if ctx.needs_input_grad[0]:
-            dx = dy @ weight if ctx.fp8 is None else product(dy, ctx.fp8.backward(weight))
+            dx = (rows @ weight).view(x.shape) if ctx.fp8 is None else product(dy, ctx.fp8.backward(weight))
         dw = ctx.defer_wgrad(WeightProduct(rows.t(), x.flatten(0, -2))) if ctx.needs_input_grad[1] else None
-        return dx, dw, rows.sum(0) if ctx.biased else None, None, None, None
+        return dx, dw, rows.sum(0) if ctx.needs_input_grad[2] else None, None, None, None

@@ -5,13 +5,17 @@ Shape letters: B batch, S sequence, H hidden; S is split over mp under sequence 
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from megapar.core.context_parallel.method import ContextParallel
+from megapar.core.device.compiled import plain
+from megapar.core.device.layer_ops import in_one_kernel
+from megapar.core.device.triton_operators import MOST_NORMED
 from megapar.core.tensor_parallel.execution import DEFAULT
-from megapar.core.tensor_parallel.layers import Embedding, LayerOptions, VocabularyEmbedding
+from megapar.core.tensor_parallel.layers import Embedding, LayerOptions, RowLinear, VocabularyEmbedding, local
 from megapar.model.attention.self_attention import make_attention
 from megapar.model.ernie.sizes import ErnieSizes
 from megapar.model.layers.context import Context
@@ -80,9 +84,28 @@ class ErnieBlock(nn.Module):
         self.attention_norm = LayerNorm(H, epsilon, dtype=dtype, device=device, run=run)
         self.mlp = Mlp(H, sizes.ffn_hidden_size, gated=False, bias=True, **options)
         self.mlp_norm = LayerNorm(H, epsilon, dtype=dtype, device=device, run=run)
+        for half in ("attention", "mlp"):
+            self._output(half).leaves_bias = run is plain and H <= MOST_NORMED
 
     def forward(self, x: Tensor, context: Context) -> tuple[Tensor, MoeStats | None]:
         """Return [B, S(/mp), H] for x [B, S(/mp), H], and None: the layer has no routing statistics."""
-        _, x = self.attention_norm.after(x, self.drop(self.attention(x, context), context, "attention"))
-        _, y = self.mlp_norm.after(x, self.drop(self.mlp(x), context, "mlp"))
-        return y, None
+        x = self.add(x, self.attention(x, context), context)
+        return self.add(x, self.mlp(x), context, "mlp"), None
+
+    def add(self, x: Tensor, y: Tensor, context: Context, half: str = "attention", place: str = "") -> Tensor:
+        """Return norm(x + dropout(y)), [B, S(/mp), H], for the output y of a half.
+
+        place: Suffix of the dropout's random stream.
+        """
+        norm, layer = self.mlp_norm if half == "mlp" else self.attention_norm, self._output(half)
+        if layer.bias is None or not (layer.leaves_bias and in_one_kernel(y)):
+            return norm.after(x, self.drop(y, context, half + place))[1]
+        drop, stream = self.drop, context.place(f"layers.{self.drop.layer}.{half}{place}", 0)
+        dropped = drop.probability * drop.share if self.training else 0.0
+        with context.streams.drawing(y.device, stream, drop.rank) if dropped else nullcontext():
+            return norm(x, y, local(layer.bias), dropped)
+
+    def _output(self, half: str) -> RowLinear:
+        layer = self.mlp.down if half == "mlp" else self.attention.get_submodule("proj")
+        assert isinstance(layer, RowLinear)
+        return layer

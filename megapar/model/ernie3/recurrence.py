@@ -122,8 +122,8 @@ def _run(
     q, k, v, *more = attention.project(x, None)
     attended = recompute_in_backward(attend, q, k, v) if attention.selective else attend(q, k, v)
     y = attention.output(attended, *more)
-    x = block.attention_norm(x + block.drop(y, context, f"attention.{place}"))
-    return block.mlp_norm(x + block.drop(block.mlp(x), context, f"mlp.{place}"))
+    x = block.add(x, y, context, place=f".{place}")
+    return block.add(x, block.mlp(x), context, "mlp", f".{place}")
 
 
 def _of(valid: Tensor | None, samples: Tensor) -> Tensor | None:

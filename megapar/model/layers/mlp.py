@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megapar.core.device.compiled import counted, plain
-from megapar.core.device.layer_ops import in_one_kernel
+from megapar.core.device.layer_ops import BiasedGelu, in_one_kernel
 from megapar.core.device.ops import op
 from megapar.core.recompute.replay import Replay
 from megapar.core.recompute.selective import without_output
@@ -55,6 +55,7 @@ class Mlp(nn.Module):
         self.run, self.selective = execution.run, execution.selective
         gate = geglu if tanh else clamped_swiglu if clamped else swiglu
         self.activation = gate if gated else gelu
+        first.leaves_bias = bias and not gated and not self.selective
         self.gate_up = first if gated else None
         self.up = None if gated else first
         self.down = RowLinear(ffn_hidden_size, hidden_size, bias=bias, **options)
@@ -70,6 +71,8 @@ class Mlp(nn.Module):
         first = self.up if self.gate_up is None else self.gate_up
         assert first is not None
         hidden = first(x)
+        if first.bias is not None and first.leaves_bias and in_one_kernel(hidden):
+            return self.down(BiasedGelu.apply(hidden, local(first.bias)), ends_unit, onto)
         has_kernel = activation in (swiglu, clamped_swiglu) and in_one_kernel(hidden)
         run = plain if has_kernel and self.run is not plain else self.run
         if self.selective:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from megapar.core.device.apex import layer_norm_apex, rms_norm_apex
 from megapar.core.device.compiled import FunctionRunner, counted, plain
 from megapar.core.device.dtypes import at_least_fp32
+from megapar.core.device.layer_ops import DroppedSumNorm
 from megapar.core.device.ops import op
 from megapar.core.tensor_parallel.layers import local, parameter
 
@@ -78,8 +79,15 @@ class LayerNorm(Norm):
         super().__init__(size, epsilon, dtype=dtype, device=device, run=run, one_plus=one_plus)
         self.bias = parameter((size,), dtype, device)
 
-    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """See ``RmsNorm.forward``. torch's kernel computes statistics of 16-bit inputs in fp32."""
+    def forward(
+        self, x: Tensor, y: Tensor | None = None, left: Tensor | None = None, dropped: float = 0.0
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """See ``RmsNorm.forward``. torch's kernel computes statistics of 16-bit inputs in fp32.
+
+        left: The bias in y, whose layer leaves its gradient: return norm(x + dropout(y)), dropping a share ``dropped``.
+        """
+        if left is not None:
+            return DroppedSumNorm.apply(x, y, self.scale(), local(self.bias), left, self.epsilon, dropped)
         if y is not None:
             return self.run(add_layer_norm, x, y, self.scale(), local(self.bias), self.epsilon)
         return self.run(layer_norm, x, self.scale(), local(self.bias), self.epsilon)

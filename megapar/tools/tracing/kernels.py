@@ -124,6 +124,7 @@ CUSTOM: Mapping[str, Kernels] = MappingProxyType(
                 *("order_runs", "copy_rows", "pack_rows", "unpack_rows", "sum_rows", "sum_message"),
             )
         },
+        **{f"megapar::{name}_backward": Kernels(2, "sums of rows, then of these", False) for name in ("gelu", "norm")},
         "megapar::sort_pairs": Kernels(2, "counts of blocks of pairs, then their rows", estimated=False),
         "torch_attn::_varlen_attn_backward": Kernels(4, _FLASH_BACKWARD),
     }

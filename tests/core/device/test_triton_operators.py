@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -22,6 +23,7 @@ from megapar.model.layers.mlp import Mlp
 from megapar.moe.expert_order import order_by_expert, permute, sort_by_expert, unpermute
 from megapar.moe.experts import Experts
 from megapar.moe.token_dispatcher import pack, unpack
+from tests.model.small import ERNIE, batch_for, build, total
 from tests.support.interpreted import cast_as_torch, run_interpreted
 
 CPU = torch.device("cpu")
@@ -179,6 +181,35 @@ def trip():
         torch.testing.assert_close(a, b)
 
 
+def check_biases():
+    """Loss and gradients of a model whose biases' gradients gelu and norms make, with dropout, as by autograd."""
+    found, sizes = [], replace(ERNIE, hidden_dropout=0.25)
+    for start in (lambda: None, by_kernels):
+        start()
+        model = build(sizes)
+        # On a GPU both are this operator; on a CPU a dropout draws other numbers.
+        with mock.patch(
+            "torch.nn.functional.dropout", lambda x, probability: torch.native_dropout(x, probability, True)[0]
+        ):
+            loss = total(model, batch_for(sizes, padded=True))
+        loss.backward()
+        found.append({"loss": loss.detach()} | {name: p.grad for name, p in model.named_parameters()})
+        assert ("DroppedSumNorm" in str(nodes(loss.grad_fn))) is bool(triton_operators._USED)
+    for name, wanted in found[0].items():
+        torch.testing.assert_close(found[1][name], wanted, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def nodes(node):
+    """Names of a graph's nodes."""
+    waiting, seen = [node], set()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting += [next_node for next_node, _ in node.next_functions]
+    return {node.name() for node in seen}
+
+
 def check():
     by_kernels()
     cast_as_torch()
@@ -191,6 +222,10 @@ def check():
 @pytest.mark.table  # the suite runs the kernels against formulas, and their operators by the trial's examples
 def test_rows_of_experts_are_those_of_the_references():
     run_interpreted(__file__, "check_rows")
+
+
+def test_gradients_of_biases_are_those_of_autograd():
+    run_interpreted(__file__, "check_biases")
 
 
 def test_the_examples_come_out_right_in_the_interpreter():

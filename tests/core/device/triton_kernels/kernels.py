@@ -35,6 +35,8 @@ _MLP = {"F": 1536, "BLOCK": swiglu.LARGEST_BLOCK, "WEIGHED": 1, "CLAMPED": 0}
 _CLAMPED_MLP = {**_MLP, "F": 2880, "CLAMPED": 1}
 _MLP_WARPS = swiglu.LARGEST_BLOCK // swiglu.ELEMENTS_OF_A_WARP
 
+_NORMED = {"*bf16": "gradient x weight result dropped", "*fp32": "mean rstd parts", "i32": "R", "fp32": "scale"}
+
 _WARPS = expert_rows.WARPS
 _COUNTED = {"*i64": "experts", "*u8": "kept", "*i32": "counts", "i32": "N steps K by_token by_choice"}
 _PLACED = {
@@ -134,6 +136,23 @@ KERNELS: dict[str, dict[str, BuiltKernel]] = {
         ),
     },
     "gradients": {
+        "gelu": _built(
+            gradients._gelu, {"*bf16": "gradient x result", "*fp32": "parts", "i32": "R F"}, gradients.TILE_WARPS
+        ),
+        **{
+            name: _built(
+                gradients._norm,
+                {**_NORMED, **masks},
+                2048 // gradients.ELEMENTS_OF_A_WARP,
+                **{"H": 2048, "BLOCK": 2048, **({} if masks else {"kept": None})},
+            )
+            for name, masks in (("norm", {}), ("norm after dropout", {"*u8": "kept"}))
+        },
+        "sums of parts": _built(
+            gradients._sum, {"*fp32": "parts", "*bf16": "result", "i32": "P C"}, gradients.TILE_WARPS
+        ),
+    }
+    | {
         name: _built(
             gradients._add,
             {"*fp32": "total", "*bf16": "gradient", "i32": "N total_stride stride"},

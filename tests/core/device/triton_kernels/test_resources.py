@@ -22,7 +22,8 @@ def test_kernels_fit_a_hopper_gpu_without_spills(module, capsys):
         with capsys.disabled():
             print(f"\n{module}, {name}: {resources}")
         assert resources.spilled == 0
-        assert resources.registers <= 65_536 // (32 * kernel.warps) // 4  # four blocks of it run on a multiprocessor
+        blocks = 3 if name.startswith("norm") else 4  # on a multiprocessor; a norm keeps three sums of all columns
+        assert resources.registers <= 65_536 // (32 * kernel.warps) // blocks
         assert resources.shared <= 227 * 1024 // 4
 
 
