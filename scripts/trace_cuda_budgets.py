@@ -89,6 +89,7 @@ RUNS = (
     Run("dense, fp8", "moe", 1, DENSE_FP8),
     Run("dense, fp8, mp 2, sequence parallel", "moe", 2, f"{DENSE_FP8} {MP2}"),
     Run("dense, fp8, mp 2", "moe", 2, f"{DENSE_FP8} --mp-degree 2"),
+    Run("dense, fp8, tensorwise", "moe", 1, f"{DENSE_FP8} --fp8-recipe tensorwise"),
     Run("dense, fp8, stage 3", "moe", 2, f"{DENSE_FP8} --sharding-stage 3"),
     Run("pipeline, fp8, zero bubble", "moe", 4, f"{PIPED} 4 --use-nanopipe {FP8}"),
     Run("experts, one rank", "moe", 1, f"{MOE} --moe-model-type megatron_moe"),
@@ -233,11 +234,14 @@ dense:
   copy_ | * | kernels | 1 | the cast of parameters: products are added to the bucket of gradients
   * | _norms | kernels | 2 | one reduction of the large range; a multi-tensor norm of all small ones
 dense, fp8:
-  * | * | kernels | 57 | 56: those of bf16, a cast for each of eight products, and one for each of four weights
+  * | * | kernels | 53 | 52: those of bf16, a cast for four of eight products, and one for each of four weights
   * | * | products | 12 | four weights: one product forward, two backward
   _scaled_mm_v2 | * | kernels | 8 | forward and input gradient of four weights
-  * | * | megabytes | 12350 | 12,040: casts read 2 bytes of an element and write 1, of a weight 2
-  cast_rows | * | kernels | 8 | one pass over each input and each gradient
+  * | * | megabytes | 11500 | 11,200: a cast moves 3 bytes of an element, in norm and swiglu 1, of a weight 4
+  cast_rows | * | kernels | 4 | attention's output, and the gradients of down, proj and qkv
+  norm_cast | * | kernels | 2 | both norms, with the casts of their results
+  swiglu_cast* | * | kernels | 2 | swiglu and its backward, with the casts of their results
+  zeros | * | kernels | 0 | casts have no gradients
   cast_weight | * | kernels | 4 | once for an update, as it is and transposed
 dense, beside:
   * | *LinearCrossEntropy* | rows | 1024 | a chunk of the logits that fills the device

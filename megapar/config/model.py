@@ -196,10 +196,18 @@ class TrainingOptions:
     )
     fp8: bool = flag(
         False,
-        "compute the products of linear layers and their input gradients in fp8 (e4m3, scales by blocks of 128 "
-        "features), except for routed experts, latents, routers, embeddings and heads; --device cpu emulates it",
+        "compute the products of linear layers and their input gradients in fp8 (e4m3, scales by "
+        "--fp8-recipe), except for routed experts, latents, routers, embeddings and heads; --device cpu emulates it",
         role=roles.PRECISION,
         undrawn="its widths are multiples of 128; rows of tests/equivalence/table.py compare its layouts",
+    )
+    fp8_recipe: str = flag(
+        "blockwise",
+        "scales of --fp8; blockwise: one for 128 features, or 128 x 128 of a weight (Hopper); tensorwise: one for a "
+        "whole input, gradient or weight (compute capability 8.9 or more)",
+        choices=("blockwise", "tensorwise"),
+        role=roles.PRECISION,
+        undrawn="it needs --fp8; rows of tests/equivalence/table.py compare its layouts",
     )
     fp8_experts: bool = flag(
         False,

@@ -51,7 +51,8 @@ def _check_gpu(values: Mapping[str, Any]) -> list[Complaint]:
     if not wanted or values.get("device") != "auto" or not (reason := no_device("cuda")):
         return []
     if values.get("fp8"):
-        message = f"--fp8 needs an NVIDIA GPU of compute capability 9.0 (Hopper), but {reason} on this machine."
+        least = "8.9 or more" if values.get("fp8_recipe") == "tensorwise" else "9.0 (Hopper)"
+        message = f"--fp8 needs an NVIDIA GPU of compute capability {least}, but {reason} on this machine."
         complaints.append(Complaint("device", message, "Leave --fp8 out, or emulate it with --device cpu."))
     if values.get("apex"):
         message = f"--apex needs an NVIDIA GPU, but {reason} on this machine."

@@ -23,7 +23,7 @@ from megapar.core.device.ops import op
 from megapar.core.recompute.replay import Replay, once
 from megapar.core.recompute.selective import without_output
 from megapar.core.tensor_parallel.execution import DEFAULT, Execution
-from megapar.core.tensor_parallel.fp8 import Fp8Weight, fp8_weight
+from megapar.core.tensor_parallel.fp8 import Fp8Weight
 from megapar.core.tensor_parallel.fp32_grad_sum import Fp32GradSum
 from megapar.core.tensor_parallel.layers import local
 from megapar.core.tensor_parallel.weight_gradients import DeferWgrad, linear
@@ -72,7 +72,8 @@ class Experts(nn.Module):
         self.adds_down_bias = adds_down_bias
         self.run, self.selective = execution.run, execution.selective
         self.weight_gradients = execution.weight_gradients
-        self._casts = [fp8_weight(execution.fp8_experts, "fp8_experts") for _ in ("up", "down")]
+        fp8 = execution.fp8_experts
+        self._casts = [None if fp8 is None else Fp8Weight(fp8, "fp8_experts") for _ in ("up", "down")]
         self._comm = execution.comm or CommContext()
         widths = hidden_size, ffn_hidden_size
         self._needs_host_sizes = bool(self._comm.device.grouped_lacks(dtype, widths))

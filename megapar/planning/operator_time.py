@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from functools import cache
 from typing import NamedTuple
 
+from megapar.core.device.kinds import TENSORWISE
 from megapar.model.cost.model_cost import CommCost, OpCost, Product
 from megapar.moe.dispatch_bytes import BETWEEN, WITHIN
 from megapar.moe.sizes import MoeSizes
@@ -19,7 +20,8 @@ from megapar.planning.traffic import Link, link
 
 HOPS = (BETWEEN, WITHIN)  # axes of a dispatch by node
 # Of --fp8 on an H100, at four shapes (docs/devices.md): products relative to bf16, and bytes that a cast of bf16 moves.
-FP8_RATES, CAST_BYTES = {"fp8": 1.59, "fp8_experts": 1.34}, 3
+FP8_RATES = {"fp8": 1.59, "fp8_experts": 1.34, TENSORWISE: 1.76}
+CAST_BYTES = {"fp8": 3, "fp8_experts": 3, TENSORWISE: 5}  # the last one reads a tensor for its maximum first
 
 
 class MessageTime(NamedTuple):
@@ -72,9 +74,10 @@ class OperatorTime:
             narrow, grouped = self._narrow(product), product.groups > 1
             rate = (self._fp8_rate if narrow else self._rate) * (c.software.grouped if grouped else 1.0)
             if self._run.in_fp8(product.fp8) and not narrow and not weight:
-                rate *= FP8_RATES[product.fp8]
+                recipe = TENSORWISE if self._run.config.training.fp8_recipe == TENSORWISE else product.fp8
+                rate *= FP8_RATES[recipe]
                 cast = (product.inner + product.columns) / 2  # of the input, and of the gradient of the output
-                total += self.moved(product.rows / parts * cast * CAST_BYTES)
+                total += self.moved(product.rows / parts * cast * CAST_BYTES[recipe])
             total += product.flops / parts * (1 + c.small / max(1.0, least)) / rate
             if narrow and (c.software.casts_groups or not grouped):
                 total += self.moved(product.rows / parts * product.inner * c.software.cast)

@@ -10,7 +10,7 @@ from typing import Any
 
 from megapar.arguments import Config
 from megapar.config.config import NOT_BUILT_NOTE
-from megapar.core.device.kinds import FP8_CAPABILITY, DeviceKind
+from megapar.core.device.kinds import DeviceKind, fp8_needs
 from megapar.core.units import GIBIBYTE
 from megapar.errors import Complaint, ConfigError
 from megapar.model.spec import ParameterCounts
@@ -296,9 +296,10 @@ def _unpriced(config: Config, kind: DeviceKind) -> Iterator[Complaint]:
             "--ampipe-degree auto chooses the degree by what the run measures, which a plan does not know.",
             "Plan --ampipe-degree 1, 2 and 4, which are what it chooses from.",
         )
-    if config.training.fp8 and kind.capability != FP8_CAPABILITY:
+    recipe = config.training.fp8_recipe
+    if config.training.fp8 and (needed := fp8_needs(kind.capability, recipe)):
         yield Complaint(
             NO_FORMULA,
-            f"--fp8 is for GPUs of compute capability 9.0 (Hopper), and {kind.title} is another kind.",
-            "Leave it out, choose another --device-kind, or plan fp8 of any form: --assume fp8.",
+            f"--fp8-recipe {recipe} is for GPUs of {needed}, and {kind.title} is another kind.",
+            "Leave --fp8 out, choose another recipe or --device-kind, or plan fp8 of any form: --assume fp8.",
         )

@@ -305,7 +305,8 @@ RULES: tuple[Rule, ...] = (
         "--device npu",
         "--device cuda",
         requires=lambda f: f.device != "npu",
-        message="--fp8 needs an NVIDIA GPU of compute capability 9.0 (Hopper); --device cpu emulates it",
+        message="--fp8 needs an NVIDIA GPU of compute capability 9.0 (Hopper), or 8.9 or more with --fp8-recipe "
+        "tensorwise; --device cpu emulates it",
         fix="Leave --fp8 out, or choose --device cuda or cpu.",
         source="devices",
     ),
@@ -317,6 +318,26 @@ RULES: tuple[Rule, ...] = (
         requires=lambda f: f.dtype in ("auto", "bf16") or f.device == "cpu",
         message="--fp8 casts the inputs of bf16 matrix products, and everything else stays in bf16",
         fix="Choose --dtype bf16, or --device cpu, where --fp8 is emulated in any dtype.",
+    ),
+    unused(
+        "fp8-recipe-unused",
+        ("fp8_recipe",),
+        ("fp8",),
+        lambda f: not f.fp8,
+        "without --fp8",
+        passing="--fp8 --fp8-recipe tensorwise",
+        failing="--fp8-recipe tensorwise",
+    ),
+    _fp8(
+        "not-built-fp8-tensorwise",
+        ("fp8_recipe", "mp_degree", "cp_degree", "ampipe_degree"),
+        "--fp8-recipe tensorwise --world-size 2 --mp-degree 2",
+        "--fp8-recipe tensorwise --world-size 2",
+        requires=lambda f: f.fp8_recipe == "blockwise" or f.mp_degree == f.cp_degree == f.ampipe_degree == 1,
+        message="--fp8-recipe tensorwise has one scale for all features and tokens of a micro-batch, which "
+        "--mp-degree, --cp-degree and --ampipe-degree split",
+        fix="Leave all three at 1, or choose --fp8-recipe blockwise.",
+        kind=NOT_BUILT,
     ),
     _fp8(
         "not-built-fp8-fused-overlap",
@@ -339,24 +360,17 @@ RULES: tuple[Rule, ...] = (
         models=("moe",),
     ),
     _fp8(
-        "not-built-fp8-experts-emp",
-        ("fp8_experts", "expert_mp_degree", "mp_degree"),
+        "not-built-fp8-experts",
+        ("fp8_experts", "fp8_recipe", "expert_mp_degree", "mp_degree", "use_pipe_experts"),
         "--fp8-experts --world-size 2 --mp-degree 2",
         "--fp8-experts --world-size 2 --mp-degree 2 --sequence-parallel --expert-mp-degree 1",
-        requires=lambda f: not f.fp8_experts or f.expert_mp_degree == 1,
-        message="the scale of a row of an expert needs all of its features, which are split over --expert-mp-degree",
-        fix="Choose --expert-mp-degree 1 with --sequence-parallel, or leave --fp8-experts out.",
-        kind=NOT_BUILT,
-        models=("moe",),
-    ),
-    _fp8(
-        "not-built-fp8-pipe-experts",
-        ("fp8_experts", "use_pipe_experts"),
-        "--fp8-experts --world-size 2 --ep-degree 2 --use-pipe-experts",
-        "--fp8-experts --world-size 2 --ep-degree 2",
-        requires=lambda f: not f.fp8_experts or not f.use_pipe_experts,
-        message="--use-pipe-experts computes expert by expert, and --fp8-experts all of a rank together",
-        fix="Leave one of them out.",
+        requires=lambda f: (
+            not f.fp8_experts or (f.expert_mp_degree == 1 and not f.use_pipe_experts and f.fp8_recipe == "blockwise")
+        ),
+        message="--fp8-experts has a scale for a whole row, which --expert-mp-degree splits, for all experts of a rank "
+        "together, unlike --use-pipe-experts, and beside --fp8-recipe blockwise alone",
+        fix="Choose --expert-mp-degree 1 with --sequence-parallel, leave --use-pipe-experts and --fp8-recipe out, or "
+        "leave --fp8-experts out.",
         kind=NOT_BUILT,
         models=("moe",),
     ),

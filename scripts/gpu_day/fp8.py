@@ -107,6 +107,9 @@ def _recipes(x: Tensor, w: Tensor) -> dict[str, Callable[[], Tensor]]:
         "row, fast sums": partial(_multiplied, xr, wr, True),
         "1x128, 128x128": _blockwise(xb, Scaled(wb.values, blocks_together(wb.scale)), 1, BLOCK),
         "of the package, with the cast of x": partial(op("fp8_product", x), x, op("fp8_weight", w)(w)[0]),
+        "of the package, tensor, with the cast of x": partial(
+            op("fp8_product", x), x, op("fp8_tensor_weight", w)(w)[0]
+        ),
         "1x128, 1x128": _blockwise(xb, Scaled(x_w.values, rows_together(x_w.scale)), 1, 1),
     }
 
@@ -185,6 +188,17 @@ def casts(day: Day) -> Answer:
     different = sum(int((got.float() != right.float()).sum()) for got, right in pairs)
     figures["1x128, one kernel"] = _cast_speed(day, x, lambda: kernels["cast_rows"](x))
     figures["128x128 and transposed, one kernel"] = _cast_speed(day, w, lambda: kernels["cast_weight"](w))
+    figures["tensor, two kernels"] = _cast_speed(day, x, lambda: kernels["cast_tensor"](x))
+    dy, norm = normal(day, len(x), x.shape[1] // 2), normal(day, x.shape[1])
+    outputs: dict[str, Callable[[], object]] = {  # the second of two, without the cast's kernel of the first
+        "norm": lambda: F.rms_norm(x, norm.shape, norm, 1e-5),
+        "norm and its cast": lambda: kernels["norm_cast"](x, norm, 1e-5),
+        "swiglu": lambda: kernels["swiglu"](x, None, False),
+        "swiglu and its cast": lambda: kernels["swiglu_cast"](x, False),
+        "backward of swiglu": lambda: kernels["swiglu_backward"](dy, x, None, False),
+        "backward of swiglu and its cast": lambda: kernels["swiglu_cast_backward"](dy, x, False),
+    }
+    figures |= {name: {"milliseconds": 1e3 * median_seconds(day, work)} for name, work in outputs.items()}
     return Answer(not different, {**figures, "different": different})
 
 

@@ -1026,6 +1026,7 @@ FP8_LATENT = (
     *("--multi-latent-attention", "--num-query-groups", "4", "--v-head-dim", "64", "--qk-head-dim", "48"),
     *("--qk-pos-emb-head-dim", "16", "--kv-lora-rank", "11"),
 )
+TENSORWISE = ("--fp8-recipe", "tensorwise")
 FP8_SUITE: tuple[Row, ...] = (
     Row("fp8", 2, (*MP2, *SP), CLIPPED, 2),
     Row("fp8", 4, (*MP2, *SP, *_stages(2)[2])),
@@ -1035,6 +1036,10 @@ FP8_SUITE: tuple[Row, ...] = (
 FP8_ROWS: tuple[Row, ...] = (
     *FP8_SUITE,
     Row("fp8", 2, MP2, (*QKV_BIAS, *QK_NORM)),
+    *(Row("fp8", 2, layout, (*TENSORWISE, *CLIPPED)) for layout in _stages(2)),
+    Row("fp8", 4, ("--pp-degree", "2", *ZERO_BUBBLE, *EP2), (*TENSORWISE, *FP8_EXPERTS, *FOUR_LAYERS), 1, 4),
+    Row("fp8", 2, _stages(2)[0], (*SELECTIVE, "--activation", "clamped_swiglu"), 2),
+    Row("fp8", 2, _stages(2)[2], (*_every(1), "--add-bias-linear"), 2),
     Row("fp8", 2, (*MP2, *BLOCKING), ("--add-bias-linear", "--activation", "gelu")),
     Row("fp8", 2, (*MP2, *SP, *BLOCKING), BOUNDARIES, 2),
     Row("fp8", 2, (*MP2, *SP, *_every(1)), UNTIED),

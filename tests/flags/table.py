@@ -214,6 +214,7 @@ TOGETHER: Mapping[str, Shown] = {
     "loss_scale_factor": Shown(base={**HALF, "initial_loss_scale": 16.0, "loss_scale_window": 1}),
     "hysteresis": Shown(base=LOST),
     "fp8": Shown(base=WIDE),
+    "fp8_recipe": Shown(base={**WIDE, "fp8": True}),
     "fp8_experts": Shown(base={**WIDE, "fp8": True, "moe_ffn_hidden_size": 16, "moe_shared_experts": 0}),
     "attention_backend apex": Shown("refused"),
     "compile": Shown("host"),

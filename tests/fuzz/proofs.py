@@ -53,14 +53,13 @@ PROOFS: dict[str, Proof] = {
     "fp8-shared-experts": Proof(f"{_FP8} 4 --head-dim 64 --moe-shared-experts 1 --moe-ffn-hidden-size 192"),
     "fp8-ernie": Proof("--mp-degree 2 --fp8 --device cpu --hidden-size 384 --ffn-hidden-size 256", 2),
     "fp8-experts-unused": Proof(idle=("fp8_experts",)),
-    "fp8-expert-width": Proof(argument="on a GPU torch would refuse the product in the first step; a CPU takes it"),
-    "not-built-fp8-experts-emp": Proof(
-        f"--mp-degree 2 --head-dim 64 --num-query-groups 2 {_FP8} 4 --moe-ffn-hidden-size 128 --fp8-experts", 2
+    "fp8-recipe-unused": Proof(idle=("fp8_recipe",)),
+    "not-built-fp8-tensorwise": Proof(
+        f"--mp-degree 2 --head-dim 64 --num-query-groups 2 {_FP8} 0 --fp8-recipe tensorwise", 2
     ),
-    "not-built-fp8-pipe-experts": Proof(
-        f"--ep-degree 2 --use-pipe-experts --moe-model-type deepspeed_moe --head-dim 64 {_FP8} 4"
-        " --moe-ffn-hidden-size 128 --fp8-experts",
-        2,
+    "fp8-expert-width": Proof(argument="on a GPU torch would refuse the product in the first step; a CPU takes it"),
+    "not-built-fp8-experts": Proof(
+        f"--mp-degree 2 --head-dim 64 --num-query-groups 2 {_FP8} 4 --moe-ffn-hidden-size 128 --fp8-experts", 2
     ),
     "not-built-stage-3-overlap-off": Proof(
         "--sharding-stage 3 --no-overlap-grad-reduce", 2, idle=("overlap_grad_reduce",)

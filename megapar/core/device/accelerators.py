@@ -23,7 +23,7 @@ from torch.profiler import ProfilerActivity
 from megapar.core.device.apex import apex_lacks
 from megapar.core.device.attention.table import CUDNN, FLASH3
 from megapar.core.device.base import Device, Event, MemoryPressure, Stream, spelled
-from megapar.core.device.kinds import FP8_CAPABILITY, SMALL_HCCL_MIB, device_class, is_light, kind_called
+from megapar.core.device.kinds import SMALL_HCCL_MIB, TENSORWISE, device_class, fp8_needs, is_light, kind_called
 from megapar.core.torch_names import activate_flash3, flash3_lacks
 
 URGENT = -1  # torch's priority above the default of 0, on every device
@@ -121,8 +121,8 @@ class Accelerator(Device):
         held = int(stats.get("reserved_bytes.all.current", 0)) - allocated
         return MemoryPressure(held, int(stats.get("num_alloc_retries", 0)), allocated)
 
-    def fp8_lacks(self) -> str:
-        return "products with scales by blocks of 128 need an NVIDIA GPU of compute capability 9.0 (Hopper)"
+    def fp8_lacks(self, recipe: str) -> str:
+        return f"products of the recipe {recipe} need an NVIDIA GPU of {fp8_needs(None, recipe)}"
 
     def save_memory_snapshot(self, path: Path) -> bool:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -186,11 +186,11 @@ class CudaDevice(Accelerator):
         """Let FlashAttention-3 compute what torch's FlashAttention computes otherwise, by torch's registry."""
         activate_flash3()
 
-    def fp8_lacks(self) -> str:
-        """Return a reason unless cuBLAS has products with scales by blocks: on Hopper, with a torch for CUDA 12.9."""
-        if self.capability != FP8_CAPABILITY:
-            return f"{super().fp8_lacks()}, and {self._has_capability}"
-        version = torch.version.cuda or "0.0"
+    def fp8_lacks(self, recipe: str) -> str:
+        """Return a reason unless torch has products of the recipe; scales by blocks need the cuBLAS of CUDA 12.9."""
+        if fp8_needs(self.capability, recipe):
+            return f"{super().fp8_lacks(recipe)}, and {self._has_capability}"
+        version = FP8_CUDA if recipe == TENSORWISE else torch.version.cuda or "0.0"
         if not hasattr(F, "scaled_mm") or [*map(int, version.split("."))] < [*map(int, FP8_CUDA.split("."))]:
             return f"its products need torch 2.10 built with CUDA {FP8_CUDA} or more; torch {torch.__version__} is not"
         return ""

@@ -147,8 +147,8 @@ class Device:
             return ""
         return "this machine has no C++ compiler (g++, clang++, or the one that CXX names)"
 
-    def fp8_lacks(self) -> str:
-        """Return the reason why ``fp8`` products cannot run on this device, or "" if they can. A CPU emulates them."""
+    def fp8_lacks(self, recipe: str) -> str:
+        """Return the reason why products in fp8 by this recipe cannot run here, or "". A CPU emulates them."""
         return ""
 
     def apex_lacks(self) -> str:

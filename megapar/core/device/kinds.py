@@ -25,10 +25,9 @@ _UNNAMED = MappingProxyType({"cuda": "h100-80g", "npu": "ascend-910b", "cpu": "c
 # HCCL's buffers of groups with small messages: its own default for messages between two ranks (P2P_HCCL_BUFFSIZE).
 SMALL_HCCL_MIB = 20
 HCCL_MIB = 200
-# Compute capability of cuBLAS' products in fp8 with scales by blocks.
-FP8_CAPABILITY = (9, 0)
 # Axes that sum only a few numbers, or one embedding, per step.
 LIGHT = frozenset({"pp", "data"})
+BLOCKWISE, TENSORWISE = "blockwise", "tensorwise"  # recipes of fp8
 
 
 @dataclass(frozen=True)
@@ -220,6 +219,13 @@ def kind_called(device: str) -> DeviceKind | None:
 def kind_of(device_type: str, name: str) -> DeviceKind:
     """Return the row of a device: by the name that its driver reports, or the default of its type (cuda, npu, cpu)."""
     return kind_called(name) or kinds()[_UNNAMED[device_type]]
+
+
+def fp8_needs(capability: tuple[int, int] | None, recipe: str) -> str:
+    """Return what products in fp8 by this recipe need; "" if GPUs of this capability have them. None: no such GPU."""
+    if recipe == BLOCKWISE:
+        return "" if capability == (9, 0) else "compute capability 9.0 (Hopper)"
+    return "" if (capability or (0, 0)) >= (8, 9) else "compute capability 8.9 or more (Ada)"
 
 
 @cache

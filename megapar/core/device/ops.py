@@ -24,6 +24,7 @@ from megapar.core.device import (
     latent_heads,
     layer_ops,
     rotary,
+    triton_operators,
 )
 from megapar.core.device.attention import blocks, documents, slices, whole
 from megapar.core.device.routing import route_cuda, route_reference
@@ -127,8 +128,12 @@ OPS: Mapping[str, Mapping[str, Form]] = MappingProxyType(
             dtypes.wide_product_reference, cuda=dtypes.wide_product, npu=dtypes.wide_product_rounded
         ),
         "fp8_weight": _forms(fp8.cast_weight_reference, cuda=fp8.cast_weight_cuda),
+        "fp8_tensor_weight": _forms(fp8.cast_tensor_weight),
         "fp8_product": _forms(fp8.product_reference, cuda=fp8.product_cuda),
-        "fp8_experts": _forms(fp8.cast_experts_reference, cuda=fp8.cast_experts_cuda),
+        "fp8_norm": _forms(fp8.norm_cast_reference, cuda=fp8.norm_cast_cuda),
+        "fp8_swiglu": _forms(fp8.swiglu_cast_reference, cuda=triton_operators.swiglu_cast),
+        "fp8_swiglu_backward": _forms(fp8.swiglu_cast_backward_reference, cuda=triton_operators.swiglu_cast_backward),
+        "fp8_experts": _forms(fp8.cast_experts),
         "fp8_grouped_product": _forms(fp8.grouped_product_reference, cuda=fp8.grouped_product_cuda),
         "cross_entropy": _forms(layer_ops.cross_entropy_reference, cuda=layer_ops.cross_entropy_fused),
         "small_embedding": _forms(layer_ops.small_embedding_reference, cuda=layer_ops.small_embedding_by_product),

@@ -133,10 +133,34 @@ def cast_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return values, scale
 
 
+def swiglu_cast(gate_up: Tensor, clamped: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ``swiglu`` without weights, and its cast, as ``fp8.swiglu_cast_reference``."""
+    y, values, scale = torch.ops.megapar.swiglu_cast(_rows(gate_up, 2), clamped)
+    return y.view(*gate_up.shape[:-2], -1), values, scale.t()
+
+
+def swiglu_cast_backward(gradient: Tensor, gate_up: Tensor, clamped: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradient of gate_up for that of ``swiglu_cast``, and its cast."""
+    d_rows, values, scale = torch.ops.megapar.swiglu_cast_backward(_rows(gradient, 1), _rows(gate_up, 2), clamped)
+    return d_rows.view(gate_up.shape), values, scale.t()
+
+
+def norm_cast(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the RMS norm of x [.., H], 1 / root of the mean of squares [.., 1], and the norm's cast."""
+    y, root, values, scale = torch.ops.megapar.norm_cast(_rows(x, 1), weight, epsilon)
+    return y.view(x.shape), root.view(*x.shape[:-1], 1), values, scale.t()
+
+
 def cast_whole_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Cast x [R, K] to e4m3 [R, K] with a scale per row, [R]."""
     values, scale = torch.ops.megapar.cast_whole_rows(x)
     return values, scale
+
+
+def cast_tensor(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Cast x to e4m3 with one scale, [1]."""
+    values, numbers = torch.ops.megapar.cast_tensor(x)
+    return values, numbers[:1]
 
 
 def cast_weight(weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -282,8 +306,25 @@ def _new_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return values, x.new_empty(x.shape[1] // 128, rows, dtype=torch.float32)
 
 
+def _new_cast_activations(rows: Tensor, clamped: bool) -> tuple[Tensor, Tensor, Tensor]:
+    y = _new_activations(rows, None, clamped)
+    return y, *_new_rows(y)
+
+
+def _new_cast_gradient(gradient: Tensor, rows: Tensor, clamped: bool) -> tuple[Tensor, Tensor, Tensor]:
+    return rows.new_empty(rows.shape), *_new_rows(rows)
+
+
+def _new_norm(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape[0], dtype=torch.float32), *_new_rows(x)
+
+
 def _new_whole_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape, dtype=torch.float8_e4m3fn), x.new_empty(x.shape[0], dtype=torch.float32)
+
+
+def _new_tensor(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape, dtype=torch.float8_e4m3fn), x.new_zeros(2, dtype=torch.float32)
 
 
 def _new_weight(weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -384,8 +425,9 @@ def _register(module: str, signature: str, results: Callable[..., Any]) -> None:
     KERNELS[name] = compute
 
 
+_THREE = "(Tensor, Tensor, Tensor)"
 _ORDER = "(Tensor pair, Tensor row, Tensor kept, Tensor counts, Tensor ends)"
-_register("rotary_heads", "rotary_heads(Tensor qkv, Tensor cos, Tensor sin) -> (Tensor, Tensor, Tensor)", _new_heads)
+_register("rotary_heads", f"rotary_heads(Tensor qkv, Tensor cos, Tensor sin) -> {_THREE}", _new_heads)
 _register(
     "rotary_heads",
     "rotary_heads_backward(Tensor dq, Tensor dk, Tensor dv, Tensor cos, Tensor sin) -> Tensor",
@@ -410,8 +452,12 @@ _register(
     " -> (Tensor, Tensor, Tensor)",
     _new_norm_gradients,
 )
+_register("swiglu", f"swiglu_cast(Tensor rows, bool clamped) -> {_THREE}", _new_cast_activations)
+_register("swiglu", f"swiglu_cast_backward(Tensor dy, Tensor rows, bool clamped) -> {_THREE}", _new_cast_gradient)
+_register("block_casts", "norm_cast(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor, Tensor, Tensor)", _new_norm)
 _register("block_casts", "cast_rows(Tensor x) -> (Tensor, Tensor)", _new_rows)
 _register("block_casts", "cast_whole_rows(Tensor x) -> (Tensor, Tensor)", _new_whole_rows)
+_register("block_casts", "cast_tensor(Tensor x) -> (Tensor, Tensor)", _new_tensor)
 _register("block_casts", "cast_weight(Tensor weight) -> (Tensor, Tensor, Tensor, Tensor)", _new_weight)
 _register(
     "expert_rows",

@@ -92,10 +92,26 @@ def _of_fp8(device: torch.device, random: torch.Generator) -> dict[str, list[tup
     x, weight = (torch.randn(rows, 256, generator=random).to(device, torch.bfloat16) for rows in (16, 384))
     wanted, (whole, turned) = fp8.cast_rows_reference(x), fp8.cast_weight_reference(weight)
     values, scale = kernels.cast_rows(x)
-    rows = zip(kernels.cast_whole_rows(x), fp8.cast_whole_rows_reference(x), strict=True)
-    return {
+    rows = zip(kernels.cast_whole_rows(x), fp8.cast_whole_rows(x), strict=True)
+    made = {
+        "norm_cast": (kernels.norm_cast(x, x[0], 1e-5), fp8.norm_cast_reference(x.float(), x[0].float(), 1e-5)[0]),
+        "swiglu_cast": (kernels.swiglu_cast(x.view(8, 2, 256), False), swiglu_reference(x.view(8, 2, 256))),
+        "swiglu_cast_backward": (
+            kernels.swiglu_cast_backward(x[:8], x.view(8, 2, 256), True),
+            fp8.swiglu_cast_backward_reference(x[:8].float(), x.view(8, 2, 256).float(), True)[0],
+        ),
+    }
+    outputs = {
+        name: [
+            (y, exact),
+            *zip((by_kernel[: len(y)], scale[: len(y)]), fp8.cast_rows_reference(y.flatten(1)), strict=True),
+        ]
+        for name, ((y, *_, by_kernel, scale), exact) in made.items()
+    }
+    return outputs | {
         "cast_rows": [(values, wanted.values), (scale.t(), wanted.scale)],
         "cast_whole_rows": list(rows),
+        "cast_tensor": list(zip(kernels.cast_tensor(x), fp8.cast_tensor(x), strict=True)),
         "cast_weight": list(zip(kernels.cast_weight(weight), (*whole, *turned), strict=True)),
     }
 

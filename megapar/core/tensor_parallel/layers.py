@@ -31,7 +31,7 @@ from megapar.core.device.ops import op
 from megapar.core.recompute.replay import Replay
 from megapar.core.tensor_parallel.collective_product import SEQUENCE_DIM
 from megapar.core.tensor_parallel.execution import DEFAULT, Execution
-from megapar.core.tensor_parallel.fp8 import fp8_weight
+from megapar.core.tensor_parallel.fp8 import Fp8Weight
 from megapar.core.tensor_parallel.fp32_grad_sum import with_fp32_grad_sum
 from megapar.core.tensor_parallel.overlapped_linear import (
     ArrivedColumn,
@@ -165,7 +165,8 @@ class _SplitLinear(nn.Module):
         self.weight = parameter(weight_shape, dtype, device)
         self.bias = parameter(bias_shape, dtype, device) if bias else None
         self.overlap, self.comm = execution.overlap, execution.comm or CommContext()
-        self.weight_gradients, self.fp8 = execution.weight_gradients, fp8_weight(execution.fp8)
+        self.weight_gradients = execution.weight_gradients
+        self.fp8 = None if execution.fp8 is None else Fp8Weight(execution.fp8)
 
     def _bias(self, x: Tensor) -> Tensor | None:
         """Return the bias for one use with the input x."""

@@ -179,7 +179,7 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         if ends_unit is not None and ends_unit.recomputing:
             return x.new_zeros((*x.shape[:-1], weight.shape[0]))
-        return F.linear(x, weight, bias) if fp8 is None else product(x, fp8.forward(weight), bias)
+        return F.linear(x, weight, bias) if fp8 is None else product(x, fp8.forward(weight), bias, fp8.casts)
 
     @staticmethod
     @once_differentiable
@@ -187,6 +187,10 @@ class _Linear(torch.autograd.Function):
         (x, weight), dy = ctx.saved_tensors, grads[0]
         rows, dx = dy.flatten(0, -2), None
         if ctx.needs_input_grad[0]:
-            dx = (rows @ weight).view(x.shape) if ctx.fp8 is None else product(dy, ctx.fp8.backward(weight))
+            dx = (
+                (rows @ weight).view(x.shape)
+                if ctx.fp8 is None
+                else product(dy, ctx.fp8.backward(weight), casts=ctx.fp8.casts)
+            )
         dw = ctx.defer_wgrad(WeightProduct(rows.t(), x.flatten(0, -2))) if ctx.needs_input_grad[1] else None
         return dx, dw, rows.sum(0) if ctx.needs_input_grad[2] else None, None, None, None

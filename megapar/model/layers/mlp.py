@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from megapar.core.device.ops import op
 from megapar.core.recompute.replay import Replay
 from megapar.core.recompute.selective import without_output
 from megapar.core.tensor_parallel.execution import DEFAULT
+from megapar.core.tensor_parallel.fp8 import cast_swiglu, leaves_casts
 from megapar.core.tensor_parallel.layers import ColumnLinear, LayerOptions, RowLinear, local, parameter
 
 if TYPE_CHECKING:
@@ -59,6 +61,7 @@ class Mlp(nn.Module):
         self.gate_up = first if gated else None
         self.up = None if gated else first
         self.down = RowLinear(ffn_hidden_size, hidden_size, bias=bias, **options)
+        self.casts = execution.fp8 if options["mp"].size == 1 and self.activation in (swiglu, clamped_swiglu) else None
 
     def forward(self, x: Tensor, ends_unit: Replay | None = None, onto: Tensor | None = None) -> Tensor:
         """Return [B, S(/mp), H] for x [B, S(/mp), H].
@@ -67,7 +70,7 @@ class Mlp(nn.Module):
             ends_unit: The recomputed unit whose output is made here; its recomputation skips the last product.
             onto: A sum [B S(/mp), H] to add the output to, which is returned in its place (``RowLinear``).
         """
-        activation = self.activation
+        activation: Callable[[Tensor], Tensor] = self.activation
         first = self.up if self.gate_up is None else self.gate_up
         assert first is not None
         hidden = first(x)
@@ -75,6 +78,8 @@ class Mlp(nn.Module):
             return self.down(BiasedGelu.apply(hidden, local(first.bias)), ends_unit, onto)
         has_kernel = activation in (swiglu, clamped_swiglu) and in_one_kernel(hidden)
         run = plain if has_kernel and self.run is not plain else self.run
+        if run is plain and leaves_casts(self.casts, hidden):
+            activation = partial(cast_swiglu, casts=self.casts, clamped=activation is clamped_swiglu)
         if self.selective:
             return without_output(partial(run, activation), hidden, partial(self.down, onto=onto))
         return self.down(run(activation, hidden), ends_unit, onto)

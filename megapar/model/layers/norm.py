@@ -14,6 +14,7 @@ from megapar.core.device.compiled import FunctionRunner, counted, plain
 from megapar.core.device.dtypes import at_least_fp32
 from megapar.core.device.layer_ops import DroppedSumNorm
 from megapar.core.device.ops import op
+from megapar.core.tensor_parallel.fp8 import Fp8Casts, cast_norm, leaves_casts
 from megapar.core.tensor_parallel.layers import local, parameter
 
 
@@ -24,7 +25,10 @@ class Norm(nn.Module):
 
     Attributes:
         one_plus: Multiply by 1 + weight, in max(fp32, dtype).
+        casts: Set by the layer if products in fp8 read the norm; ``RmsNorm`` leaves them its cast.
     """
+
+    casts: Fp8Casts | None = None
 
     def __init__(
         self,
@@ -60,6 +64,8 @@ class RmsNorm(Norm):
         """Normalize x [.., H]; with y see ``after``, which calls the module, so that FSDP unshards the weight."""
         if y is not None:
             return self.run(add_rms_norm, x, y, self.scale(), self.epsilon)
+        if self.run is plain and not self.one_plus and leaves_casts(self.casts, x):
+            return cast_norm(x, self.scale(), self.epsilon, self.casts)
         return self.run(rms_norm, x, self.scale(), self.epsilon)
 
 

@@ -120,11 +120,13 @@ CUSTOM: Mapping[str, Kernels] = MappingProxyType(
             for name in (
                 *("rotary_heads", "rotary_heads_backward", "log_probabilities", "gradient_of_logits"),
                 *("swiglu", "swiglu_backward", "cast_rows", "cast_whole_rows", "cast_weight"),
+                *("swiglu_cast", "swiglu_cast_backward", "norm_cast"),
                 *("split_matrix", "route", "route_backward", "add_gradient", "update_adamw"),
                 *("order_runs", "copy_rows", "pack_rows", "unpack_rows", "sum_rows", "sum_message"),
             )
         },
         **{f"megapar::{name}_backward": Kernels(2, "sums of rows, then of these", False) for name in ("gelu", "norm")},
+        "megapar::cast_tensor": Kernels(3, "zeros, the maximum, the cast", estimated=False),
         "megapar::sort_pairs": Kernels(2, "counts of blocks of pairs, then their rows", estimated=False),
         "torch_attn::_varlen_attn_backward": Kernels(4, _FLASH_BACKWARD),
     }

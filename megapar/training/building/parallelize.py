@@ -24,6 +24,7 @@ from megapar.core.device.apex import add_product_apex
 from megapar.core.device.base import Device
 from megapar.core.device.compiled import FunctionRunner
 from megapar.core.device.dtypes import at_least_fp32
+from megapar.core.device.kinds import TENSORWISE
 from megapar.core.optimizer.apex_adam import ApexAdamW
 from megapar.core.optimizer.muon import MuonOptimizer
 from megapar.core.optimizer.offload import OffloadedOptimizer
@@ -83,7 +84,8 @@ def parallelize(config: Config, world: World, parts: Parts | None = None, observ
     recompute = make_recompute(config, world, comm, nullcontext if observer is None else observer.recomputation)
     overlap, run = parts.overlap(config, world), parts.runner(config, world)
     cut_parameters = config.sharding.sharding_stage == 3 and world.grid.shards > 1
-    fp8 = Fp8Casts(kept=not cut_parameters) if config.training.fp8 else None
+    training = config.training
+    fp8 = Fp8Casts(kept=not cut_parameters, recipe=training.fp8_recipe) if training.fp8 else None
     execution = make_execution(config, world, overlap, comm, run, fp8)
     # [3] The modules, split over mp, cp, ep and emp
     dtype = compute_dtype(config, world.device)
@@ -180,8 +182,9 @@ def check_device(config: Config, device: Device) -> None:
         complaints.append(Complaint("tp-comm-overlap-fused-device", message, "Use --tp-comm-overlap on."))
     if config.training.apex and (lacks := device.apex_lacks()):
         complaints.append(Complaint("apex", f"--apex, but {lacks}.", "Remove --apex, or install it (docs/devices.md)."))
-    if config.training.fp8 and (lacks := device.fp8_lacks()):
-        complaints.append(Complaint("fp8", f"--fp8, but {lacks}.", "Remove --fp8."))
+    if config.training.fp8 and (lacks := device.fp8_lacks(config.training.fp8_recipe)):
+        other = "" if device.fp8_lacks(TENSORWISE) else "Choose --fp8-recipe tensorwise, or "
+        complaints.append(Complaint("fp8", f"--fp8, but {lacks}.", f"{other}remove --fp8.".capitalize()))
     backend, dtype = config.training.attention_backend, _torch_name(config, device)
     if lacks := backend_lacks(config, device, dtype):
         fix = "Remove --attention-backend."

@@ -22,7 +22,7 @@ from megapar.core.comm import json_messages as messages
 from megapar.core.comm.world import World
 from megapar.core.device.apex import apex_installed
 from megapar.core.device.base import Device
-from megapar.core.device.kinds import TERA, device_class
+from megapar.core.device.kinds import TENSORWISE, TERA, device_class
 from megapar.core.units import GIBIBYTE
 from megapar.data.corpus import Corpus
 from megapar.data.sample_maker import Content
@@ -87,7 +87,9 @@ def is_full(config: Config) -> bool:
 def _fp8(config: Config, device: Device) -> Iterator[str]:
     if not config.training.fp8:
         return
-    how = "e4m3, a power of two as the scale of 128 features or 128 x 128 of a weight; weight gradients are not in fp8"
+    whole = config.training.fp8_recipe == TENSORWISE
+    of = "an input, a gradient or a weight" if whole else "128 features or 128 x 128 of a weight"
+    how = f"e4m3, a power of two as the scale of {of}; weight gradients are not in fp8"
     if device.type == "cpu":
         yield f"fp8: emulated, with dequantized operands in the dtype of the run ({how})"
         return

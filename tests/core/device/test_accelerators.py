@@ -84,7 +84,10 @@ def test_an_amd_gpu_has_nothing_that_a_capability_promises(name, monkeypatch):
     device = _amd(monkeypatch, name)
     assert device.capability is None
     assert device.default_dtype == torch.bfloat16
-    assert device.fp8_lacks().endswith(f"an NVIDIA GPU of compute capability 9.0 (Hopper), and {name} has none")
+    assert device.fp8_lacks("tensorwise")
+    assert device.fp8_lacks("blockwise").endswith(
+        f"an NVIDIA GPU of compute capability 9.0 (Hopper), and {name} has none"
+    )
     assert name in device.fused_lacks()
     assert name in device.attention_lacks("flash")
     assert "has none" in device.grouped_lacks(torch.bfloat16, (16,))
@@ -92,24 +95,27 @@ def test_an_amd_gpu_has_nothing_that_a_capability_promises(name, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("capability", "cuda", "reason"),
+    ("recipe", "capability", "cuda", "reason"),
     [
-        ((9, 0), "13.0", ""),
-        ((9, 0), "12.8", "CUDA 12.9"),
-        ((8, 9), "13.0", "and it has 8.9"),
-        ((10, 0), "13.0", "has 10.0"),
+        ("blockwise", (9, 0), "13.0", ""),
+        ("blockwise", (9, 0), "12.8", "CUDA 12.9"),
+        ("blockwise", (8, 9), "13.0", "and it has 8.9"),
+        ("blockwise", (10, 0), "13.0", "has 10.0"),
+        ("tensorwise", (8, 9), "12.8", ""),
+        ("tensorwise", (12, 0), "13.0", ""),
+        ("tensorwise", (8, 6), "13.0", "8.9 or more (Ada), and it has 8.6"),
     ],
 )
-def test_fp8_needs_hopper_and_a_cublas_with_scales_by_blocks(capability, cuda, reason, monkeypatch):
+def test_fp8_needs_a_gpu_and_a_cublas_with_the_recipe_s_scales(recipe, capability, cuda, reason, monkeypatch):
     monkeypatch.setattr(CudaDevice, "capability", capability)
     monkeypatch.setattr(CudaDevice, "name", "it")
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    lacks = object.__new__(CudaDevice).fp8_lacks()
+    lacks = object.__new__(CudaDevice).fp8_lacks(recipe)
     assert reason in lacks
     assert bool(lacks) == bool(reason)
-    assert not Device().fp8_lacks()
-    assert "Hopper" in object.__new__(NpuDevice).fp8_lacks()
+    assert not Device().fp8_lacks(recipe)
+    assert "NVIDIA" in object.__new__(NpuDevice).fp8_lacks(recipe)
 
 
 @pytest.mark.parametrize(("peers", "reason"), [((), ""), ((True, True), ""), ((True, False), "peer-to-peer")])

@@ -85,6 +85,14 @@ def test_a_weight_has_a_scale_per_block_and_its_transpose_the_same_ones():
     assert torch.equal(fp8.dequantized(backward), fp8.dequantized(forward).t())
 
 
+def test_a_square_weight_has_the_scales_of_its_transpose_transposed():
+    weight = torch.ones(256, 256)
+    weight[:128, 128:] *= 1024
+    forward, backward = fp8.cast_weight_reference(weight)
+    assert torch.equal(fp8.dequantized(forward), weight)
+    assert torch.equal(fp8.dequantized(backward), weight.t())
+
+
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
 def test_the_emulated_product_is_that_of_dequantized_numbers(dtype):
     random = torch.Generator().manual_seed(1)
@@ -107,12 +115,32 @@ def test_the_emulated_product_is_that_of_dequantized_numbers(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_a_tensor_may_have_one_scale(dtype):
+    random = torch.Generator().manual_seed(5)
+    x, weight = (torch.randn(rows, 48, generator=random).to(dtype) for rows in (7, 32))
+    x[2] *= 1000
+    x[3, :2] = torch.tensor([math.inf, math.nan], dtype=dtype)
+    values, scale = fp8.cast_tensor(x)
+    assert scale.shape == (1,)
+    largest = float(x[2].abs().max())
+    assert largest / fp8.LARGEST <= scale.item() < 2 * largest / fp8.LARGEST
+    assert values[3, :2].float().isnan().all()
+    x[3] = 0
+    forward, backward = op("fp8_tensor_weight", weight)(weight)
+    assert torch.equal(fp8.dequantized(forward), fp8.dequantized(backward).t())
+    y, exact = op("fp8_product", x)(x, forward), x.double() @ weight.double().t()
+    assert float((y.double() - exact).norm() / exact.norm()) < 0.06
+    assert op("fp8_product", y)(y, backward).shape == x.shape
+    assert fp8.product_reference(x[:0], forward).shape == (0, 32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_of_experts_have_a_scale_each(dtype):
     random = torch.Generator().manual_seed(3)
     rows, weight = torch.randn(7, 48, generator=random).to(dtype), torch.randn(3, 32, 48, generator=random).to(dtype)
     rows[2] *= 1000
     rows[5] = 0
-    values, scale = fp8.cast_whole_rows_reference(rows)
+    values, scale = fp8.cast_whole_rows(rows)
     assert scale.shape == (7,)
     assert scale[2] > 100 * scale[1]
     assert (values[:5].float().abs().amax(1) > fp8.LARGEST / 2 - 1).all()
@@ -122,7 +150,7 @@ def test_rows_of_experts_have_a_scale_each(dtype):
     exact = torch.cat([rows[:4].double() @ weight[0].double().t(), rows[4:].double() @ weight[2].double().t()])
     assert y.dtype == dtype
     assert float((y.double() - exact).norm() / exact.norm()) < 0.06
-    assert torch.equal(backward.scale, fp8.cast_whole_rows_reference(weight.transpose(1, 2))[1])
+    assert torch.equal(backward.scale, fp8.cast_whole_rows(weight.transpose(1, 2))[1])
     dx = op("fp8_grouped_product", y)(y, backward, counts)
     exact = torch.cat([y[:4].double() @ weight[0].double(), y[4:].double() @ weight[2].double()])
     assert float((dx.double() - exact).norm() / exact.norm()) < 0.06
@@ -131,6 +159,7 @@ def test_rows_of_experts_have_a_scale_each(dtype):
 def test_in_fp64_a_sum_does_not_depend_on_the_order_of_its_terms():
     random = torch.Generator().manual_seed(2)
     x, weight = (torch.randn(rows, 512, generator=random, dtype=torch.float64) for rows in (16, 128))
+    x[:, 128:256] *= 2**-16  # subnormal in e4m3 by the scale of another block
     whole = fp8.product_reference(x, fp8.cast_weight_reference(weight)[0])
     parts = [
         fp8.product_reference(a, fp8.cast_weight_reference(b)[0])
@@ -160,15 +189,47 @@ def test_the_call_on_a_gpu_has_the_layouts_that_torch_wants(monkeypatch):
             fp8.product_cuda(x, forward)
 
 
+def test_the_call_with_one_scale_has_the_layouts_that_torch_wants():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        forward, backward = fp8.cast_tensor_weight(torch.empty(384, 640, dtype=torch.bfloat16))
+        for rows in (0, 1, 17):
+            y = fp8.product_cuda(torch.empty(rows, 640, dtype=torch.bfloat16), forward)
+            assert y.shape == (rows, 384)
+            assert fp8.product_cuda(y, backward).shape == (rows, 640)
+        with pytest.raises(ValueError, match="scale_b"):
+            fp8.product_cuda(y, backward._replace(scale=backward.scale.expand(2)))
+
+
 def test_the_grouped_call_on_a_gpu_has_the_layouts_that_torch_wants():
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode():
         weight, counts = torch.empty(4, 96, 64, dtype=torch.bfloat16), torch.empty(4, dtype=torch.int64)
-        forward, backward = fp8.cast_experts_cuda(weight)
+        forward, backward = fp8.cast_experts(weight)
         for rows in (0, 1, 33):
             y = fp8.grouped_product_cuda(torch.empty(rows, 64, dtype=torch.bfloat16), forward, counts)
             assert (y.shape, y.dtype) == ((rows, 96), torch.bfloat16)
             assert fp8.grouped_product_cuda(y, backward, counts).shape == (rows, 64)
         with pytest.raises(RuntimeError, match="scale"):
             fp8.grouped_product_cuda(y, backward._replace(scale=backward.scale[:, :5]), counts)
+
+
+@pytest.mark.parametrize("clamped", [False, True])
+def test_norm_and_swiglu_cast_what_they_return(clamped):
+    random = torch.Generator().manual_seed(4)
+    x, dy = torch.randn(3, 2, 2, 128, generator=random), torch.randn(3, 2, 128, generator=random)
+    y, *cast = op("fp8_swiglu", x)(x, clamped)
+    leaf = x.clone().requires_grad_()
+    wanted = op("clamped_swiglu" if clamped else "swiglu", x)(leaf)
+    assert torch.equal(y, wanted)
+    (gradient,) = torch.autograd.grad(wanted, leaf, dy)
+    found, *back = op("fp8_swiglu_backward", x)(dy, x, clamped)
+    assert torch.equal(found, gradient)
+    normed, *of_norm = op("fp8_norm", x)(leaf.flatten(2), torch.ones(256), 1e-5)
+    assert torch.equal(normed, op("rms_norm", x)(leaf.flatten(2), torch.ones(256), 1e-5))
+    for rows, (values, scale) in ((y, cast), (found.flatten(2), back), (normed.detach(), of_norm)):
+        same = fp8.cast_rows_reference(rows.flatten(0, 1))
+        assert torch.equal(values.view(torch.uint8), same.values.view(torch.uint8))
+        assert torch.equal(scale, same.scale)

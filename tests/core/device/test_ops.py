@@ -41,7 +41,11 @@ stand_in()
 # triton_kernels/test_router.
 APART = [
     "fp8_weight",
+    "fp8_tensor_weight",
     "fp8_product",
+    "fp8_norm",
+    "fp8_swiglu",
+    "fp8_swiglu_backward",
     "fp8_experts",
     "fp8_grouped_product",
     "attention_block",

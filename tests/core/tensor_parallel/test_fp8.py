@@ -12,6 +12,7 @@ from megapar.core.tensor_parallel import fp8
 from megapar.core.tensor_parallel.execution import Execution
 from megapar.core.tensor_parallel.fp8 import Fp8Casts, Fp8Weight
 from megapar.core.tensor_parallel.weight_gradients import linear
+from megapar.model.layers import mlp, norm
 from megapar.model.parameter import fp8_flag
 from megapar.model.spec import table_of
 from tests.model.small import DENSE, ERNIE, LATENT, MOE, batch_for, build, total
@@ -58,12 +59,55 @@ def test_a_weight_is_cast_once_for_an_update_if_casts_are_kept(kept, monkeypatch
     assert len(counted) == (1 if kept else 4)
     weight.mul_(3)
     shared.forget()
-    assert casts.dequantized(one.forward(weight))[0, 0] == 3
+    for cast in (one.forward, one.backward):
+        assert casts.dequantized(cast(weight))[0, 0] == 3
     assert Fp8Weight(shared)._pair is None
 
 
-def gradients(sizes, some=None):
-    model = build(sizes, dtype=torch.bfloat16, execution=Execution(fp8=some))
+def test_a_cast_is_taken_once_and_only_for_the_tensor_that_it_is_of():
+    def leave():
+        x = torch.randn(4, 2, 256)
+        shared.leave(x, *casts.cast_rows_reference(x.flatten(0, 1)))
+        return x
+
+    shared = Fp8Casts()
+    assert shared.take(torch.ones(4, 2, 256)) is None
+    x = leave()
+    for other in (x.clone(), x[1:], x.view(8, 2, 128), x.transpose(0, 1), x.view(torch.int32)):
+        assert shared.take(other) is None
+    found = shared.take(x.view(8, 256))
+    assert found is not None
+    assert torch.equal(found.scale, casts.cast_rows_reference(x.view(8, 256)).scale)
+    assert shared.take(x) is None
+    leave().add_(1)
+    x = leave()
+    x.view(-1)[3] = 7
+    assert shared.take(x) is None
+    x = leave()
+    shared.forget()
+    assert shared.take(x) is None
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "clamped_swiglu"])
+@pytest.mark.parametrize("selective", [False, True])
+def test_outputs_that_are_cast_where_they_are_made_change_no_bit(activation, selective, monkeypatch):
+    """Of a layer's eight casts, four are left: those of both norms, of swiglu and of its gradient."""
+    sizes, taken = replace(DENSE, **WIDE, activation=activation), []
+    take = Fp8Casts.take
+    monkeypatch.setattr(Fp8Casts, "take", lambda self, x: taken.append(take(self, x)) or taken[-1])
+    loss, found = gradients(sizes, Fp8Casts(), selective=selective)
+    assert len(taken) == 8 * sizes.num_layers
+    assert sum(cast is not None for cast in taken) == 4 * sizes.num_layers
+    for module in (mlp, norm):
+        monkeypatch.setattr(module, "leaves_casts", lambda casts, x: False)
+    loss8, wanted = gradients(sizes, Fp8Casts(), selective=selective)
+    assert loss == loss8
+    for name, gradient in wanted.items():
+        assert torch.equal(found[name], gradient), name
+
+
+def gradients(sizes, some=None, *, selective=False):
+    model = build(sizes, dtype=torch.bfloat16, execution=Execution(fp8=some, selective=selective))
     loss = total(model, batch_for(sizes))
     loss.backward()
     return float(loss), {name: p.grad for name, p in model.named_parameters()}

@@ -89,6 +89,8 @@ ROWS = """
 --fp8-format hybrid --fp8-recipe blockwise | other numbers
 --fp8-format e4m3 | other numbers
 --fp8-format e4m3 --fp8-recipe blockwise | renamed | --fp8
+--fp8-format e4m3 --fp8-recipe tensorwise | renamed | --fp8 --fp8-recipe tensorwise
+--fp8-format hybrid --fp8-recipe tensorwise | other numbers
 --window-size 127,0 | renamed | --window-size 128
 --window-size (127,0) | renamed | --window-size 128
 --window-size 127,127 | another model

@@ -31,7 +31,11 @@ _VOCABULARY = {"V": 103_424, "BLOCK": cross_entropy.BLOCK}
 _HEADS = {"*bf16": "fused q k v", "*fp32": "cos sin", "i32": "S stride"}
 _GROUPS = {"G": 8, "Q": 4, "D": 128, "ROWS": 8, "WIDTH": 128}
 
-_MLP = {"F": 1536, "BLOCK": swiglu.LARGEST_BLOCK, "WEIGHED": 1, "CLAMPED": 0}
+_MLP = {"F": 1536, "BLOCK": swiglu.LARGEST_BLOCK, "CLAMPED": 0}
+_NO_CAST = dict.fromkeys(("values", "scales", "R"))
+_CAST_MLP = {**_MLP, "F": 12_288, "weights": None}
+_OUTPUT_CAST = {"*fp8e4nv": "values", "*fp32": "scales", "i32": "R"}
+_MLP |= _NO_CAST
 _CLAMPED_MLP = {**_MLP, "F": 2880, "CLAMPED": 1}
 _MLP_WARPS = swiglu.LARGEST_BLOCK // swiglu.ELEMENTS_OF_A_WARP
 
@@ -134,6 +138,38 @@ KERNELS: dict[str, dict[str, BuiltKernel]] = {
         "weight": _built(
             block_casts._weight, _WEIGHT_CAST, block_casts.WARPS, ROWS=block_casts.ROWS, BLOCK=block_casts.BLOCK
         ),
+        "maximum of a tensor": _built(
+            block_casts._maximum,
+            {"*bf16": "x", "*i32": "numbers", "i32": "N"},
+            block_casts.WARPS,
+            BLOCK=block_casts.TENSOR_BLOCK,
+        ),
+        "tensor": _built(
+            block_casts._tensor,
+            {"*bf16": "x", "*fp8e4nv": "values", "*i32": "numbers", "i32": "N"},
+            block_casts.WARPS,
+            BLOCK=block_casts.TENSOR_BLOCK,
+        ),
+        "norm": _built(
+            block_casts._norm,
+            {"*bf16": "x weight y", "*fp32": "root scales", "*fp8e4nv": "values", "i32": "R", "fp32": "epsilon"},
+            block_casts.WARPS,
+            H=4096,
+            WIDTH=block_casts.NORM_WIDTH,
+        ),
+        "swiglu": _built(swiglu._forward, {"*bf16": "rows result", **_OUTPUT_CAST}, _MLP_WARPS, **_CAST_MLP),
+        "backward of swiglu": _built(
+            swiglu._backward,
+            {"*bf16": "dy rows d_rows d_weights", **_OUTPUT_CAST},
+            _MLP_WARPS,
+            **_CAST_MLP,
+        ),
+        "backward of clamped swiglu": _built(
+            swiglu._backward,
+            {"*bf16": "dy rows d_rows d_weights", **_OUTPUT_CAST},
+            _MLP_WARPS,
+            **{**_CAST_MLP, "F": 2944, "CLAMPED": 1},
+        ),
     },
     "gradients": {
         "gelu": _built(
@@ -187,7 +223,7 @@ KERNELS: dict[str, dict[str, BuiltKernel]] = {
         "forward": _built(swiglu._forward, {"*bf16": "rows result", "*fp32": "weights"}, _MLP_WARPS, **_MLP),
         "backward": _built(
             swiglu._backward,
-            {"*bf16": "gradient rows d_rows", "*fp32": "weights d_weights"},
+            {"*bf16": "dy rows d_rows", "*fp32": "weights d_weights"},
             _MLP_WARPS,
             **_MLP,
         ),
@@ -196,7 +232,7 @@ KERNELS: dict[str, dict[str, BuiltKernel]] = {
         ),
         "clamped backward": _built(
             swiglu._backward,
-            {"*bf16": "gradient rows d_rows", "*fp32": "weights d_weights"},
+            {"*bf16": "dy rows d_rows", "*fp32": "weights d_weights"},
             _MLP_WARPS,
             **_CLAMPED_MLP,
         ),

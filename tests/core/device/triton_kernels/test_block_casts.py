@@ -6,6 +6,7 @@ The cast itself is torch's here (``cast_as_torch``). That the hardware's is torc
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -44,8 +45,10 @@ def check(rows, blocks, dtype, odd, seed):
     whole = torch.randn(rows, K - 40, generator=random).to(dtype)
     if rows:
         whole[rows // 2, 3] = odd
-    for got, wanted in zip(KERNELS["cast_whole_rows"](whole), fp8.cast_whole_rows_reference(whole), strict=True):
+    for got, wanted in zip(KERNELS["cast_whole_rows"](whole), fp8.cast_whole_rows(whole), strict=True):
         assert same(got, wanted)
+    for got, wanted in zip(KERNELS["cast_tensor"](whole), fp8.cast_tensor(whole), strict=True):
+        assert not rows or same(got[:1], wanted[:1])
     weight = torch.randn(256, K, generator=random).to(dtype)
     weight[seed, seed] = odd
     results = KERNELS["cast_weight"](weight)
@@ -54,5 +57,49 @@ def check(rows, blocks, dtype, odd, seed):
         assert torch.equal(got[1], wanted.scale)
 
 
-def test_rows_and_weights_are_cast_as_by_torch():
-    run_interpreted(__file__)
+@given(
+    rows=st.integers(0, 18),
+    blocks=st.integers(1, 9),
+    clamped=st.booleans(),
+    dtype=st.sampled_from((torch.float32, torch.bfloat16)),
+    odd=st.sampled_from((*ODD, 1.0)),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=8, deadline=None)
+def check_outputs(rows, blocks, clamped, dtype, odd, seed):
+    """What norm and swiglu compute is the same with its cast, which is that of the stored numbers."""
+    cast_as_torch()
+    random = torch.Generator().manual_seed(seed)
+    K = 128 * blocks
+    gate_up, dy = (torch.randn(rows, width, generator=random).mul(4).to(dtype) for width in (2 * K, K))
+    x, weight = torch.randn(rows, K, generator=random).to(dtype), torch.randn(K, generator=random).to(dtype)
+    if rows:
+        gate_up[rows // 2, seed] = odd
+        x[rows // 2, seed] = odd
+    results = {
+        "y": (KERNELS["swiglu_cast"](gate_up, clamped), KERNELS["swiglu"](gate_up, None, clamped)),
+        "d_rows": (
+            KERNELS["swiglu_cast_backward"](dy, gate_up, clamped),
+            KERNELS["swiglu_backward"](dy, gate_up, None, clamped)[0],
+        ),
+    }
+    y, root, *cast = KERNELS["norm_cast"](x, weight, 1e-5)
+    results["norm"] = ((y, *cast), y)
+    for name, ((got, values, scale), wanted) in results.items():
+        assert torch.equal(got.view(torch.uint8), wanted.view(torch.uint8)), name
+        reference = fp8.cast_rows_reference(got)
+        assert same(values[:rows], reference.values), name
+        assert torch.equal(scale.t()[:rows], reference.scale), name
+        assert len(values) % FP8_ROWS == 0
+        assert not values[rows:].float().any()
+    if odd == 1.0:
+        exact = x.double()
+        inverse = (exact.square().mean(1) + 1e-5).rsqrt()
+        torch.testing.assert_close(root.double(), inverse, rtol=1e-5, atol=0)
+        tolerance = 1e-5 if dtype == torch.float32 else 2**-7  # the interpreter rounds towards zero
+        torch.testing.assert_close(y.double(), exact * inverse[:, None] * weight.double(), rtol=tolerance, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["check", "check_outputs"])
+def test_rows_weights_and_outputs_are_cast_as_by_torch(name):
+    run_interpreted(__file__, name)
