@@ -132,7 +132,7 @@ def norm_cast_reference(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tens
 
 def norm_cast_cuda(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
     """Compute ``norm_cast_reference`` by one kernel, in Triton, and its gradient by torch's."""
-    return _NormCast.apply(x, weight, epsilon)  # type: ignore[no-any-return]
+    return _NormCast.apply(x, weight, epsilon)
 
 
 class _NormCast(torch.autograd.Function):
