@@ -135,19 +135,21 @@ def cast_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def swiglu_cast(gate_up: Tensor, clamped: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``swiglu`` without weights, and its cast, as ``fp8.swiglu_cast_reference``."""
-    y, values, scale = torch.ops.megapar.swiglu_cast(_rows(gate_up, 2), clamped)
+    y, values, scale = torch.ops.megapar.swiglu_cast(flat_rows(gate_up, 2), clamped)
     return y.view(*gate_up.shape[:-2], -1), values, scale.t()
 
 
 def swiglu_cast_backward(gradient: Tensor, gate_up: Tensor, clamped: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradient of gate_up for that of ``swiglu_cast``, and its cast."""
-    d_rows, values, scale = torch.ops.megapar.swiglu_cast_backward(_rows(gradient, 1), _rows(gate_up, 2), clamped)
+    d_rows, values, scale = torch.ops.megapar.swiglu_cast_backward(
+        flat_rows(gradient, 1), flat_rows(gate_up, 2), clamped
+    )
     return d_rows.view(gate_up.shape), values, scale.t()
 
 
 def norm_cast(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the RMS norm of x [.., H], 1 / root of the mean of squares [.., 1], and the norm's cast."""
-    y, root, values, scale = torch.ops.megapar.norm_cast(_rows(x, 1), weight, epsilon)
+    y, root, values, scale = torch.ops.megapar.norm_cast(flat_rows(x, 1), weight, epsilon)
     return y.view(x.shape), root.view(*x.shape[:-1], 1), values, scale.t()
 
 
