@@ -161,7 +161,7 @@ def train(
     try:
         config = with_fetched_data(config)
         corpus = make_corpus(config) if data is None else make_own_corpus(config, data)
-        config = with_epochs(config, corpus)
+        config = with_epochs(config, len(corpus.train))
         declared = make_entry(config, corpus, device)
         if rendezvous_url is None and (unknown := unknown_address()):
             sys.stderr.write(f"rank {os.environ['RANK']}: {unknown}\n")

@@ -6,7 +6,7 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from megapar.config.config import FLAGS
 from megapar.config.run import SFT
 from megapar.config.vocab_size import known_vocabulary
 from megapar.errors import Complaint, DataError
-from megapar.files.conversation import check_conversation
+from megapar.files.conversation import FORMS, conversation_of
 from megapar.files.data_files import (
     FIELD,
     INDEXED,
@@ -180,11 +180,11 @@ def _content(name: str, path: Path, values: Mapping[str, Any]) -> Iterator[Compl
             return
         if defect:
             yield Complaint("file", f"{spelling} {path} {defect}.")
-        elif chats and kind_of(path) not in JSONL:
-            message = f"{spelling} {path}: conversations are read from JSONL files ({', '.join(JSONL)})."
-            yield Complaint("file", message, "datasets.Dataset.to_json writes one.")
+        elif chats and kind_of(path) not in (*JSONL, PARQUET):
+            message = f"{spelling} {path}: conversations are read from {', '.join((*JSONL, PARQUET))} files."
+            yield Complaint("file", message, "datasets.Dataset.to_json writes JSONL.")
         elif kind_of(path) == PARQUET:
-            yield from _parquet(spelling, path, field)
+            yield from _parquet(spelling, path, FORMS if chats else (field,))
         elif values.get("on_bad_record") == "stop" and (records or kind_of(path) in TEXT):
             yield from _first_record(spelling, path, field, records, chats=chats)
 
@@ -198,7 +198,7 @@ def _first_record(spelling: str, path: Path, field: str, records: bool, *, chats
         elif len(line) < MAX_LINE_BYTES:
             place = f"{spelling} {path}, line {number}"
             if chats:
-                check_conversation(line, place)
+                _check_conversation(line, place)
             elif records:
                 text_of_line(line, place, field)
             else:
@@ -207,8 +207,15 @@ def _first_record(spelling: str, path: Path, field: str, records: bool, *, chats
         yield Complaint("record", f"{error}.")
 
 
-def _parquet(spelling: str, path: Path, field: str) -> Iterator[Complaint]:
-    """Check that the footer contains the column's name, which is plain text there; the rest is left to pyarrow."""
+def _check_conversation(line: bytes, place: str) -> None:
+    try:
+        conversation_of(line)
+    except DataError as error:
+        raise DataError(f"{place}{error}") from error
+
+
+def _parquet(spelling: str, path: Path, fields: Sequence[str]) -> Iterator[Complaint]:
+    """Check that the footer contains a column's name, which is plain text there; the rest is left to pyarrow."""
     with path.open("rb") as file:
         first = file.read(4)
         file.seek(max(0, path.stat().st_size - 8))
@@ -222,9 +229,10 @@ def _parquet(spelling: str, path: Path, field: str) -> Iterator[Complaint]:
     elif importlib.util.find_spec("pyarrow") is None:
         message = f"{spelling} {path}: parquet files need the package pyarrow."
         yield Complaint("package", message, "Install it: pip install pyarrow.")
-    elif field.encode() not in footer:
-        message = f"{spelling} {path} has no column {field!r}."
-        yield Complaint("record", message, "Name the column that contains the text: --text-field NAME.")
+    elif not any(field.encode() in footer for field in fields):
+        message = f"{spelling} {path} has no column {' or '.join(map(repr, fields))}."
+        fix = "" if fields == FORMS else "Name the column that contains the text: --text-field NAME."
+        yield Complaint("record", message, fix)
 
 
 def _indexed(name: str, item: str, values: Mapping[str, Any]) -> Iterator[Complaint]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from megapar.data.blend import BlendSource
+from megapar.data.blend import BlendSource, groups_of, open_blend
 from megapar.data.cache import hash_parts
 from megapar.data.chat.chat_encoder import ChatSettings, chat_tokenizer
 from megapar.data.chat.chat_template import dated, template_of
@@ -18,7 +18,6 @@ from megapar.data.sampling.samples import TokenPieces
 from megapar.data.tokenizers.huggingface_tokenizer import HuggingFaceTokenizer
 from megapar.data.tokenizers.load import load_tokenizer
 from megapar.data.tokens.conversations import STOP, ConversationStore, conversation_stores
-from megapar.data.tokens.prepared import index_hash
 from megapar.data.tokens.split import Split, TrainHeldout
 from megapar.data.tokens.token_cache import TokenCache
 from megapar.errors import DataError
@@ -73,16 +72,6 @@ def no_template(tokenizer: str) -> str:
 
 
 @dataclass(frozen=True)
-class PackedSource:
-    """The conversations of one source on one side, with their packs, and the hash of both."""
-
-    name: str
-    store: ConversationStore
-    packs: Packs
-    digest: str
-
-
-@dataclass(frozen=True)
 class PackedBlend:
     """Sources in order.
 
@@ -91,81 +80,91 @@ class PackedBlend:
         facts: What decides the samples, for checkpoints. ``packs`` alone is the hash of all of it.
     """
 
-    sources: tuple[PackedSource, ...]
+    sources: tuple[Packs, ...]
     weights: tuple[Fraction, ...] | None
     facts: Mapping[str, str]
 
     @property
     def pieces(self) -> TokenPieces:
         """The packs of all sources."""
-        packs = [source.packs for source in self.sources]
-        return packs[0] if len(packs) == 1 else Blend(packs, self.weights)
+        return self.sources[0] if len(self.sources) == 1 else Blend(self.sources, self.weights)
 
     @property
     def contents(self) -> tuple[Content, ...]:
         """Counts of each source, whose samples are packs."""
         weights = self.weights or (None,) * len(self.sources)
-        rows = []
-        for one, weight in zip(self.sources, weights, strict=True):
-            counts = len(one.store.numbers), int(one.store.lengths.sum()), len(one.packs)
-            rows.append(Content(one.name, *counts, weight, CONVERSATIONS))
-        return tuple(rows)
+        counts = [(len(one.store.numbers), int(one.store.lengths.sum()), len(one)) for one in self.sources]
+        names = [one.store.name for one in self.sources]
+        return tuple(
+            Content(name, *count, weight, CONVERSATIONS)
+            for name, count, weight in zip(names, counts, weights, strict=True)
+        )
 
 
-@dataclass(frozen=True)
-class ConversationOpener:
-    """Encodes, splits and packs conversations.
+def open_conversations(
+    options: ChatOptions,
+    cache: TokenCache,
+    maker: DecoderSampleMaker,
+    data: TrainHeldout[tuple[BlendSource, ...]],
+    report: Callable[[str], object],
+) -> TrainHeldout[PackedBlend]:
+    """Return the packs of sources, after encoding them; without held-out ones, a split holds conversations of each out.
 
-    Attributes:
-        cache: Encodes text; its ``chat`` is that of ``options``.
-        maker: Makes samples; its seed is that of the plans of training packs, those of held-out ones have none.
+    Raises DataError if conversations are broken, or none are for training.
+
+    Args:
+        cache: Its ``chat`` is that of ``options``.
+        maker: Has the split and the length of samples; its seed is that of the plans of training packs, those of
+            held-out ones have none.
         report: Called with messages for the log.
     """
 
-    options: ChatOptions
-    cache: TokenCache
-    maker: DecoderSampleMaker
-    report: Callable[[str], object]
-
-    def open(self, data: TrainHeldout[tuple[BlendSource, ...]]) -> TrainHeldout[PackedBlend]:
-        """Return the packs of sources; without held-out ones, the maker's split holds conversations of each out.
-
-        Raises DataError if conversations are broken, or none are for training.
-        """
-        if data.heldout is not None:
-            apart = data.map(lambda sources: [self._stores(source, None).train for source in sources])
-            held = self._packed(data.heldout, apart.heldout or [], 0)
-            return TrainHeldout(self._packed(data.train, apart.train, self.maker.seed), held)
-        stores = [self._stores(source, self.maker.split) for source in data.train]
-        heldout = [store.heldout for store in stores if store.heldout is not None]
-        train = self._packed(data.train, [store.train for store in stores], self.maker.seed)
-        return TrainHeldout(train, self._packed(data.train, heldout, 0) if len(heldout) == len(stores) else None)
-
-    def _stores(self, source: BlendSource, split: Split | None) -> TrainHeldout[ConversationStore]:
+    def opened(source: BlendSource, split: Split | None) -> TrainHeldout[ConversationStore]:
         dataset = source.indexed
         if dataset is not None:
-            dataset.check_ids(self.cache.tokenizer.size)
-        elif self.cache.chat is None:
-            raise DataError(no_template(str(self.cache.path)))
+            dataset.check_ids(cache.tokenizer.size)
+        elif cache.chat is None:
+            raise DataError(no_template(str(cache.path)))
         else:
-            dataset, notes = self.cache.open(source.sources)
+            dataset, notes = cache.open(source.sources)
             for note in notes:
-                self.report(note)
-        stores = conversation_stores(dataset, split)
-        if not len(stores.train.numbers):
-            raise DataError(f"{source.name}: the split leaves none of {dataset.documents} conversations for training")
-        return stores
+                report(note)
+        return conversation_stores(source.name, dataset, split)
 
-    def _packed(self, sources: Sequence[BlendSource], stores: Sequence[ConversationStore], seed: int) -> PackedBlend:
-        packed, options, longest = [], self.options, self.maker.seq_length + 1
-        for source, whole in zip(sources, stores, strict=True):
-            store, note = whole.fitted(longest, options.overlong, source.name)
-            if note:
-                self.report(note)
-            content = hash_parts(index_hash(store.dataset.prefix), store.numbers.tobytes(), store.lengths.tobytes())
-            plan = plan_of(store, options.packing, longest, seed, content)
-            digest = hash_parts(content, plan.digest())
-            packed.append(PackedSource(source.name, store, Packs(store, plan, options.loss), digest))
+    def packed(sources: Sequence[BlendSource], stores: Sequence[ConversationStore], seed: int) -> PackedBlend:
+        packs = tuple(packs_of(store, options, maker.seq_length, seed, report) for store in stores)
         weights = tuple(source.weight for source in sources if source.weight is not None)
-        facts = {**options.facts(self.cache.chat), "packs": hash_parts(*(one.digest for one in packed))[:16]}
-        return PackedBlend(tuple(packed), weights if len(weights) > 1 else None, facts)
+        facts = {**options.facts(cache.chat), "packs": hash_parts(*(one.digest() for one in packs))[:16]}
+        return PackedBlend(packs, weights if len(weights) > 1 else None, facts)
+
+    pairs = [opened(source, maker.split if data.heldout is None else None) for source in data.train]
+    held = [pair.heldout for pair in pairs if pair.heldout is not None]
+    if data.heldout is not None:
+        held = [opened(source, None).train for source in data.heldout]
+    sources = data.heldout or data.train
+    train = packed(data.train, [pair.train for pair in pairs], maker.seed)
+    return TrainHeldout(train, packed(sources, held, 0) if len(held) == len(sources) else None)
+
+
+def packs_of(
+    store: ConversationStore, options: ChatOptions, seq_length: int, seed: int, report: Callable[[str], object]
+) -> Packs:
+    """Return the packs of a store, for samples of ``seq_length`` + 1 tokens. Raises DataError, see ``fitted``."""
+    store, note = store.fitted(seq_length + 1, options.overlong)
+    if note:
+        report(note)
+    return Packs(store, plan_of(store, options.packing, seq_length + 1, seed), options.loss)
+
+
+def prepared_packs(
+    data_path: Sequence[str], options: ChatOptions, split: Split | None, seq_length: int, seed: int
+) -> int | None:
+    """Return the number of packs of an epoch, without a tokenizer; None if some conversations are not prepared.
+
+    Raises DataError if a run would.
+    """
+    if not all(group.indexed for group in groups_of(data_path)):
+        return None
+    datasets = [(source.name, source.indexed) for source in open_blend(data_path) if source.indexed is not None]
+    stores = [conversation_stores(name, dataset, split).train for name, dataset in datasets]
+    return sum(len(packs_of(store, options, seq_length, seed, str)) for store in stores)

@@ -13,7 +13,7 @@ from megapar.data.batches import Collate
 from megapar.data.blend import BlendSource, open_blend, open_stores
 from megapar.data.cache import hash_parts, make_once
 from megapar.data.chat.chat_encoder import chat_tokenizer
-from megapar.data.conversation_blend import ChatOptions, ConversationOpener, PackedBlend
+from megapar.data.conversation_blend import ChatOptions, PackedBlend, open_conversations
 from megapar.data.sample_maker import Content, DecoderSampleMaker, ErnieSampleMaker, MadeSamples, Maker, Packing
 from megapar.data.sampling.data_phases import PhasedSamples, Phases
 from megapar.data.sampling.ernie import SHORTEST_SEQUENCE
@@ -28,7 +28,7 @@ from megapar.data.tokens.split import Split, TrainHeldout
 from megapar.data.tokens.store import StoreBlend
 from megapar.data.tokens.token_cache import TokenCache
 from megapar.errors import ConfigError, DataError
-from megapar.files.data_files import FIELD, LONGEST_LINE
+from megapar.files.data_files import FIELD, LONGEST_LINE, ROW
 from megapar.files.tokenizer_files import too_large
 
 ERNIE = "ernie"
@@ -189,7 +189,7 @@ def of_conversations(
     seed: int,
     skip_bad: bool = False,
 ) -> Corpus:
-    """Open, check, tokenize and pack conversations, in JSONL or prepared, for fine-tuning a decoder.
+    """Open, check, tokenize and pack conversations, as JSONL, parquet or prepared, for fine-tuning a decoder.
 
     The arguments, the errors and the work that is done once are those of ``build``.
     """
@@ -197,10 +197,10 @@ def of_conversations(
     maker = DecoderSampleMaker(seq_length, seed, Split.parse(split or DEFAULT_SPLIT), Packing(conversations=True))
     tokenizer = chat_tokenizer(load_tokenizer(tokenizer_model))
     _check_size(tokenizer, tokenizer_model, vocab_size)
-    train = open_blend(data_path, report=notes.append)
-    data = TrainHeldout(train, open_blend(eval_data_path, report=notes.append) if eval_data_path else None)
+    train = open_blend(data_path, ROW, notes.append)
+    data = TrainHeldout(train, open_blend(eval_data_path, ROW, notes.append) if eval_data_path else None)
     cache = TokenCache(tokenizer, Path(tokenizer_model), skip_bad, chat.settings(tokenizer))
-    packed = ConversationOpener(chat, cache, maker, notes.append).open(data)
+    packed = open_conversations(chat, cache, maker, data, notes.append)
     if packed.heldout is None and eval_data_path is None:
         raise DataError(
             f"{', '.join(data_path)}: no conversation of some source is held out, and evaluations need one; pass more "

@@ -28,6 +28,9 @@ JSONL = (".jsonl", ".json", ".ndjson")
 FIELD = "text"
 """Field of a JSONL record, and column of a parquet file, that contains the document."""
 
+ROW = ""
+"""In place of a field or column: records are read whole."""
+
 LONGEST_LINE = 1 << 24
 """Maximum bytes of a record or a line. Tokenizing needs some 50 times the memory of the document; a long book has a
 third of this."""

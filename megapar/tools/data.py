@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from megapar.config.run import PRETRAIN, SFT
+from megapar.config.run import SFT
 from megapar.errors import DataError, MegaparError
 from megapar.files.disk import write_file
 from megapar.health.stop.process import cores
@@ -64,9 +64,7 @@ def _prepare_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=count, default=cores(), help="number of processes (default: all cores)")
     parser.add_argument("--no-append-eod", action="store_true", help="do not append the end token to each document")
     parser.add_argument("--overwrite", action="store_true", help="replace existing files")
-    chat = parser.add_argument_group("conversations")
-    chat.add_argument("--task", choices=(PRETRAIN, SFT), default=PRETRAIN, help="sft: the records are conversations")
-    sample_view.add_chat_flags(chat)
+    sample_view.add_chat_flags(parser.add_argument_group("as in a run"))
     parser.set_defaults(run=_prepare)
 
 

@@ -148,7 +148,9 @@ def _run(args: argparse.Namespace, flags: list[str]) -> int:
     if args.search:
         assumption = replace(assumption, expert_imbalance=imbalance_of_any(args.expert_imbalance))
         return _search(kind, line, world, device, assumption, named, args)
-    config = _parsed(kind, line, world)
+    from megapar.training.building.epochs import with_known_epochs
+
+    config = with_known_epochs(_parsed(kind, line, world))
     if args.show_schedule:
         return _show(config, args, device)
     check_named(config, named)

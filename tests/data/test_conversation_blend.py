@@ -17,7 +17,7 @@ from megapar.data.sampling.samples import NO_LOSS
 from megapar.data.tokens.conversations import DROP, STOP, TRUNCATE
 from megapar.data.tokens.prepare import prepare
 from megapar.errors import DataError
-from tests.support.chat import save_tokenizer, turns, write_conversations
+from tests.support.chat import conversations, save_tokenizer, turns, write_conversations
 
 S = 256
 DAY = "2026-07-26"
@@ -157,3 +157,28 @@ def test_text_is_not_taken_for_conversations(tokenizer: str, data: str, tmp_path
         corpus(tokenizer, prefix)
     with pytest.raises(DataError, match="line 1: no conversation; the record has 'text'"):
         corpus(tokenizer, str(tmp_path / "text.jsonl"))
+
+
+def test_conversations_of_parquet_files_and_datasets_are_those_of_jsonl(tokenizer: str, tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    records = [*conversations(12, words=6), {"messages": [*turns("Hi"), {"role": "assistant", "tool_calls": "[]"}]}]
+    records[-1]["messages"][1] |= {"content": None, "tool_calls": '[{"name": "look", "arguments": {"at": 1}}]'}
+    path = tmp_path / "chat.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    table = datasets.Dataset.from_list(records)
+    table.to_parquet(tmp_path / "chat.parquet", batch_size=5)
+    table.save_to_disk(tmp_path / "saved")
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for m in messages %}{{ m.role }}: {{ m.content or m.tool_calls[0].function }};{% endfor %}")
+    chat = ChatOptions(day=DAY, template=str(template))
+    saved = {"dataset": str(tmp_path / "saved"), "chat": chat.settings_of(tokenizer)}
+    done = prepare(str(tmp_path / "p"), (), tokenizer, workers=1, **saved)
+    assert done.documents == len(records)
+    want, *others = (
+        corpus(tokenizer, str(tmp_path / name), chat=chat, **WHOLE) for name in ("chat.jsonl", "chat.parquet", "p")
+    )
+    for other in others:
+        assert [epoch(other, number) for number in (0, 1)] == [epoch(want, number) for number in (0, 1)]
+    table.add_column("x", [1] * len(records)).remove_columns("messages").to_parquet(tmp_path / "bad.parquet")
+    with pytest.raises(DataError, match=r"bad\.parquet, row 0: no conversation; the record has 'x'"):
+        corpus(tokenizer, str(tmp_path / "bad.parquet"), chat=chat, **WHOLE)

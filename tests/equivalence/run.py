@@ -116,7 +116,7 @@ def trace(
         quiet = () if "--log-interval" in flags else ("--log-interval", str(QUIET))
         config = parse(kind, [*flags, *quiet, "--exit-interval", str(until)], dict(os.environ))
         corpus = make_corpus(config) if data is None else make_own_corpus(config, data)
-        config = with_epochs(config, corpus)
+        config = with_epochs(config, len(corpus.train))
         device = _device(backend)
         tables = _with_products_of_small_weights(kinds._tables())
         stack.enter_context(patch.object(kinds, "_tables", lambda: tables))

@@ -163,14 +163,14 @@ def test_a_plain_loop_with_the_published_class_has_the_same_losses(files: Files,
     flags = ("--load-hf", str(tmp_path), *data, *rate, "--global-batch-size", "4", "--train-iters", "20")
     ours = run(1, flags, until=21)
 
-    published, packs = theirs.exact(row, model), whole(files).conversations.train.sources[0].packs
+    published, packs = theirs.exact(row, model), whole(files).conversations.train.sources[0]
     settings = parse("moe", flags, {}).optimizer
     adamw = {"betas": (settings.adam_beta1, settings.adam_beta2), "eps": settings.adam_eps}
     optimizer = torch.optim.AdamW(published.model.parameters(), lr=1e-3, weight_decay=0.0, **adamw)
     order = order_of(packs, 7, "windows")
     for step, loss in enumerate(ours.losses):
         numbers = [int(item) for i in range(4) for item in packs.items(order[4 * step + i])]
-        batch = [packs._store.read(number) for number in numbers]
+        batch = [packs.store.read(number) for number in numbers]
         total = sum(int(targets.sum()) for _, targets in batch)
         mean = 0.0
         optimizer.zero_grad()

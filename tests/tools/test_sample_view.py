@@ -14,9 +14,9 @@ from megapar.tools.sample_view import Stretch, page, terminal
 from tests.support.chat import save_tokenizer, turns
 
 ROWS = [
-    Stretch(0, 3, 0, 0, 0.0, "<b>hi</b>\n"),
-    Stretch(3, 5, 0, 3, 0.5, "\x1b[31mred"),
-    Stretch(5, 6, 1, 0, 0.0, "new"),
+    Stretch(0, 0, 2, 0.0, "<b>hi</b>\n"),
+    Stretch(0, 3, 4, 0.5, "\x1b[31mred"),
+    Stretch(1, 0, 0, 0.0, "new"),
 ]
 
 

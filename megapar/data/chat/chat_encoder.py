@@ -9,12 +9,12 @@ from typing import NamedTuple
 from megapar.data.chat.chat_template import ChatTemplate
 from megapar.data.chat.spans import rendered_spans, targets_of, trimmed
 from megapar.data.lazy_numpy import np
-from megapar.data.text.chunks import BadRecords, LineNumbers, Lines, TextChunk
+from megapar.data.text.chunks import BadRecords, LineNumbers, TextChunk
 from megapar.data.tokenizers.huggingface_tokenizer import HuggingFaceTokenizer
 from megapar.data.tokenizers.tokenizer import Tokenizer
 from megapar.errors import DataError
 from megapar.files.conversation import Conversation, conversation_of
-from megapar.files.data_files import JSONL, too_long
+from megapar.files.data_files import too_long
 
 VERSION = 1
 """Increased whenever a conversation may get other tokens or targets, so that no older cache entry is read."""
@@ -57,6 +57,10 @@ class ChatEncoder:
         The first token is not a target, because nothing predicts it.
         """
         text, spans = rendered_spans(self._template, conversation, self._turns)
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise DataError(f": its text is not valid Unicode ({error})") from error
         ids, offsets = self._tokenizer.encode_with_offsets(text)
         if not self._template.marked:
             spans = trimmed(text, spans, offsets, np.isin(ids, self._tokenizer.special_ids))
@@ -69,18 +73,15 @@ class ChatEncoder:
     def read(
         self, chunk: TextChunk, bad: BadRecords, numbers: LineNumbers | None = None
     ) -> Iterator[EncodedConversation]:
-        """Yield the conversations of a chunk of JSONL. The arguments are those of ``TextChunk.documents``."""
-        if chunk.kind != "jsonl":
-            raise DataError(f"{chunk.path}: conversations are read from JSONL files ({', '.join(JSONL)})")
-        lines = Lines(chunk, numbers or LineNumbers())
-        for line in lines.texts():
+        """Yield the conversations of a chunk of JSONL or rows. The arguments are those of ``TextChunk.documents``."""
+        for record, placed in chunk.records(numbers):
             try:
-                if line is None:
+                if record is None:
                     raise too_long("")
-                if line.strip():
-                    yield self.encode(conversation_of(line))
+                if isinstance(record, dict) or record.strip():
+                    yield self.encode(conversation_of(record))
             except DataError as error:
-                bad.add(lines.refuse(error))
+                bad.add(placed(error))
 
 
 def chat_tokenizer(tokenizer: Tokenizer) -> HuggingFaceTokenizer:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
 import signal
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import date
@@ -62,64 +60,44 @@ class ChatTemplate:
             self._compiled = _compile_jinja_template(text)
         except TemplateError as error:
             raise DataError(f"the chat template cannot be compiled: {error}") from error
-        self._text_arguments: bool | None = None
 
     def render(self, messages: Sequence[Message], tools: Any = None, *, prompt: bool = False) -> Rendered:
         """Return the text of a conversation, with the prompt of an answer after it if ``prompt``.
 
         Raises DataError, whose message begins with ``: ``, if the template refuses it or exceeds a limit.
         """
-        if self._text_arguments is None and any("tool_calls" in message for message in messages):
-            self._text_arguments = self._joins_arguments()
-        plain = [_with_text_arguments(one) if self._text_arguments else dict(one) for one in messages]
-        return self._rendered(plain, tools, prompt)
-
-    def _rendered(self, messages: list[Message], tools: Any, prompt: bool) -> Rendered:
         blocks: list[str] = []
         marks: list[tuple[int, int]] = []
-        size, until = 0, time.monotonic() + SECONDS
+        size = 0
         try:
             with _limited(), self._compiled.environment.activate_tracker(blocks, marks):
                 for block in self._compiled.generate(
-                    messages=messages, tools=tools, documents=None, add_generation_prompt=prompt, **self._variables
+                    messages=list(messages),
+                    tools=tools,
+                    add_generation_prompt=prompt,
+                    documents=None,
+                    **self._variables,
                 ):
                     blocks.append(block)
                     size += len(block)
                     if size > MOST_CHARACTERS:
                         raise DataError(f": the chat template writes more than {MOST_CHARACTERS:,} characters")
-                    if time.monotonic() > until:
-                        raise _too_slow()
         except DataError:
             raise
         except Exception as error:  # a template runs arbitrary expressions on the record
             raise DataError(f": the chat template fails ({type(error).__name__}: {error})") from error
         return Rendered("".join(blocks), tuple((begin, end) for begin, end in marks if begin < end))
 
-    def _joins_arguments(self) -> bool:
-        """Return True if arguments of tool calls must be text: the template joins them to strings."""
-        call = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
-        asked: Message = {"role": "user", "content": "a"}
-        probe = [asked, {"role": "assistant", "content": "b", "tool_calls": [call]}]
-        try:
-            self._rendered(probe, None, False)
-        except DataError as error:
-            return isinstance(error.__cause__, TypeError)
-        return False
-
 
 def template_of(path: str) -> str:
-    """Return the template in a file: its text, or the ``chat_template`` of a JSON file, as tokenizers have it.
-
-    Raises DataError if it cannot be read.
-    """
+    """Return the template in a file. Raises DataError if it cannot be read."""
     try:
         text = read_regular_text(path)
-        value = json.loads(text)["chat_template"] if path.endswith(".json") else text
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError) as error:
         raise DataError(f"--chat-template {path} cannot be read: {error}") from error
-    if not isinstance(value, str) or not value.strip():
+    if not text.strip():
         raise DataError(f"--chat-template {path} has no template")
-    return value
+    return text
 
 
 def dated(text: str) -> bool:
@@ -127,27 +105,15 @@ def dated(text: str) -> bool:
     return _DATE in text
 
 
-def _with_text_arguments(message: Message) -> Message:
-    calls = [
-        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
-        for call in message.get("tool_calls", ())
-    ]
-    return {**message, "tool_calls": calls} if calls else dict(message)
-
-
-def _too_slow() -> DataError:
-    return DataError(f": the chat template takes more than {SECONDS:g} seconds")
-
-
 @contextmanager
 def _limited() -> Iterator[None]:
-    """End a rendering after SECONDS. Elsewhere than in the main thread only between two blocks of output."""
+    """End a rendering after SECONDS, in a main thread: processes that encode have no other."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def end(*_: object) -> None:
-        raise _too_slow()
+        raise DataError(f": the chat template takes more than {SECONDS:g} seconds")
 
     before = signal.signal(signal.SIGALRM, end)
     signal.setitimer(signal.ITIMER_REAL, SECONDS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from megapar.data.cache import hash_parts, make_once
@@ -16,48 +17,47 @@ TOKEN, CONVERSATION = "token", "conversation"
 """What counts equally in the loss: each target, or each conversation, whose targets share its weight."""
 
 
+@dataclass(frozen=True, eq=False)
 class Packs:
-    """The packs of a store, as pieces that samples are made of."""
+    """The packs of a store, as pieces that samples are made of. ``loss`` is TOKEN or CONVERSATION."""
 
-    def __init__(self, store: ConversationStore, plan: PackingPlan, loss: str) -> None:
-        self._store = store
-        self._plan = plan
-        self._by_conversation = loss == CONVERSATION
+    store: ConversationStore
+    plan: PackingPlan
+    loss: str
 
     def __len__(self) -> int:
-        return self._plan.packs
+        return self.plan.packs
 
     def __getitem__(self, number: int) -> np.ndarray:
         return self.weighted(number)[0]
 
     def items(self, number: int) -> np.ndarray:
         """Return the numbers of the conversations of a pack, in their order there."""
-        begin, end = self._plan.offsets[number : number + 2]
-        return self._plan.items[begin:end]
+        begin, end = self.plan.offsets[number : number + 2]
+        return self.plan.items[begin:end]
 
     def starts(self, number: int) -> np.ndarray:
         """Return [conversations] int64, the index in the pack where each of them begins; see samples.JoinedPieces."""
-        lengths = self._store.lengths[self.items(number)]
+        lengths = self.store.lengths[self.items(number)]
         return np.cumsum(lengths) - lengths
 
     def weighted(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """See samples.Weighted. A target counts 1, or by conversation 1 / n if its conversation has n of them."""
-        read = [self._store.read(int(item)) for item in self.items(number)]
-        shares = [max(1, int(targets.sum())) if self._by_conversation else 1 for _, targets in read]
+        read = [self.store.read(int(item)) for item in self.items(number)]
+        shares = [max(1, int(targets.sum())) if self.loss == CONVERSATION else 1 for _, targets in read]
         weights = [targets / np.float32(share) for (_, targets), share in zip(read, shares, strict=True)]
         return np.concatenate([ids for ids, _ in read]), np.concatenate(weights).astype(np.float32)
 
+    def digest(self) -> str:
+        """Return a hash of the conversations and of the plan."""
+        return hash_parts(self.store.digest(), self.plan.digest())
 
-def plan_of(store: ConversationStore, packing: str, longest: int, seed: int, key: str) -> PackingPlan:
-    """Return the plan of a store, from the cache if it is there.
 
-    Args:
-        longest: Most tokens of a pack.
-        key: Name of the content of the store.
-    """
+def plan_of(store: ConversationStore, packing: str, longest: int, seed: int) -> PackingPlan:
+    """Return the plan of a store for packs of at most ``longest`` tokens, from the cache if it is there."""
     if packing == PAD:
         return one_each(len(store.lengths))
-    name = hash_parts(f"packs {VERSION}", key, str(longest), str(seed))
+    name = hash_parts(f"packs {VERSION}", store.digest(), str(longest), str(seed))
 
     def make(folder: Path) -> None:
         folder.mkdir()

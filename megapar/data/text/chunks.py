@@ -19,6 +19,7 @@ from megapar.errors import DataError
 from megapar.files.data_files import (
     FIELD,
     LONGEST_LINE,
+    ROW,
     checked_text,
     decoded,
     is_compressed,
@@ -109,7 +110,7 @@ class TextChunk:
         path: The file; for a ``datasets`` source, its name and split with a zero character between them.
         first: The first byte of a file, row group of a parquet file, or row.
         last: The end of the range, excluded.
-        field: The field or column that contains the document.
+        field: The field or column that contains the document; ROW for whole rows.
     """
 
     kind: str
@@ -126,8 +127,27 @@ class TextChunk:
             numbers: Shared by all chunks of one reader.
         """
         if self.kind in _ROW_READERS:
-            return _ROW_READERS[self.kind](self, bad)
-        return _LINE_READERS[self.kind](self, Lines(self, numbers or LineNumbers()), bad)
+            return _texts(self, bad)
+        return _LINE_READERS[self.kind](self, _Lines(self, numbers or LineNumbers()), bad)
+
+    def records(self, numbers: LineNumbers | None = None) -> Iterator[tuple[Any, Callable[[DataError], DataError]]]:
+        """Yield each line of JSONL, or row of a table (a dict), and what puts its place in front of an error's message.
+
+        A line that is too long is None. Raises DataError for text.
+        """
+        if self.kind in _ROW_READERS:
+            for place, row in _ROW_READERS[self.kind](self):
+                yield row, partial(_placed, place)
+        elif self.kind == "jsonl":
+            lines = _Lines(self, numbers or LineNumbers())
+            for line in lines.texts():
+                yield line, lines.refuse
+        else:
+            raise DataError(f"{self.path}: text has no records; pass JSONL or parquet files")
+
+
+def _placed(place: str, error: DataError) -> DataError:
+    return DataError(f"{place}{error}")
 
 
 def file_chunks(kind: str, path: Path, field: str = FIELD) -> list[TextChunk]:
@@ -163,7 +183,7 @@ def _steps(kind: str, path: str, size: int, step: int, field: str) -> list[TextC
     return [TextChunk(kind, path, first, min(first + step, size), field) for first in range(0, size, step)]
 
 
-class Lines:
+class _Lines:
     """The lines of a file that begin in a chunk; ``places`` also yields those after it.
 
     ``refuse`` names the last line yielded. The lines before the chunk are counted only for the first such message.
@@ -242,7 +262,9 @@ def _line(line: str | bytes, field: str) -> str:
     return (line if isinstance(line, str) else decoded(line, "")).rstrip()
 
 
-def _by_line(read: Callable[[str | bytes, str], str], chunk: TextChunk, lines: Lines, bad: BadRecords) -> Iterator[str]:
+def _by_line(
+    read: Callable[[str | bytes, str], str], chunk: TextChunk, lines: _Lines, bad: BadRecords
+) -> Iterator[str]:
     """Yield the document that ``read`` makes of each line."""
     for line in lines.texts():
         try:
@@ -256,7 +278,7 @@ def _by_line(read: Callable[[str | bytes, str], str], chunk: TextChunk, lines: L
             yield text
 
 
-def _blank(chunk: TextChunk, lines: Lines, bad: BadRecords) -> Iterator[str]:
+def _blank(chunk: TextChunk, lines: _Lines, bad: BadRecords) -> Iterator[str]:
     """Yield the documents from the first blank line in the chunk (or the file's beginning) to the first one after it.
 
     A line is blank if it contains only Unicode white space.
@@ -305,50 +327,57 @@ def _parquet_file(path: str, field: str) -> Any:
         file = parquet.ParquetFile(path)
     except Exception as error:  # pyarrow raises many types for a file that it cannot read
         raise DataError(f"{path}: not a readable parquet file ({error})") from error
-    if field not in file.schema_arrow.names:
+    if field not in (ROW, *file.schema_arrow.names):
         columns = ", ".join(map(repr, file.schema_arrow.names))
         raise DataError(f"{path}: no field {field!r}; the columns are {columns}")
     return file
 
 
-def _parquet(chunk: TextChunk, bad: BadRecords) -> Iterator[str]:
+def _parquet(chunk: TextChunk) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the place and the columns of each row of a chunk, as ``_rows`` does."""
     file = _parquet_file(chunk.path, chunk.field)
     row = sum(file.metadata.row_group(i).num_rows for i in range(chunk.first))
+    columns = None if chunk.field == ROW else [chunk.field]
     try:
-        for batch in file.iter_batches(256, row_groups=range(chunk.first, chunk.last), columns=[chunk.field]):
-            for text in batch.column(0).to_pylist():
-                yield from _text(text, f"{chunk.path}, row {row}", chunk.field, bad)
+        for batch in file.iter_batches(256, row_groups=range(chunk.first, chunk.last), columns=columns):
+            for record in batch.to_pylist():
+                yield f"{chunk.path}, row {row}", record
                 row += 1
-    except DataError:
-        raise
     except Exception as error:
         raise DataError(f"{chunk.path}: not a readable parquet file ({error})") from error
 
 
-def _rows(chunk: TextChunk, bad: BadRecords) -> Iterator[str]:
+def _rows(chunk: TextChunk) -> Iterator[tuple[str, dict[str, Any]]]:
     name, part = chunk.path.split("\0")
     rows = open_dataset(name, part, chunk.field)
     for first in range(chunk.first, chunk.last, 256):
-        for number, text in enumerate(rows[first : min(first + 256, chunk.last)][chunk.field], first):
-            yield from _text(text, f"{name}, row {number}", chunk.field, bad)
+        batch = rows[first : min(first + 256, chunk.last)]
+        for number, values in enumerate(zip(*batch.values(), strict=True), first):
+            yield f"{name}, row {number}", dict(zip(batch, values, strict=True))
 
 
-def _text(text: Any, place: str, field: str, bad: BadRecords) -> Iterator[str]:
-    try:
-        document = checked_text(text, {field: text}, place, field)
-    except DataError as error:
-        bad.add(error)
-        return
-    if document.strip():
-        yield document
+def _texts(chunk: TextChunk, bad: BadRecords) -> Iterator[str]:
+    """Yield the documents in the column ``field`` of each row."""
+    for place, row in _ROW_READERS[chunk.kind](chunk):
+        text = row[chunk.field]
+        try:
+            document = checked_text(text, {chunk.field: text}, place, chunk.field)
+        except DataError as error:
+            bad.add(error)
+            continue
+        if document.strip():
+            yield document
 
 
-_LINE_READERS: dict[str, Callable[[TextChunk, Lines, BadRecords], Iterator[str]]] = {
+_LINE_READERS: dict[str, Callable[[TextChunk, _Lines, BadRecords], Iterator[str]]] = {
     "jsonl": partial(_by_line, _record),
     "lines": partial(_by_line, _line),
     "blank": _blank,
 }
-_ROW_READERS: dict[str, Callable[[TextChunk, BadRecords], Iterator[str]]] = {"parquet": _parquet, "rows": _rows}
+_ROW_READERS: dict[str, Callable[[TextChunk], Iterator[tuple[str, dict[str, Any]]]]] = {
+    "parquet": _parquet,
+    "rows": _rows,
+}
 
 
 def describe(chunks: Sequence[TextChunk]) -> list[list[Any]]:

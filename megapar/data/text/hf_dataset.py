@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megapar.errors import DataError
-from megapar.files.data_files import FIELD
+from megapar.files.data_files import FIELD, ROW
 
 
 def open_dataset(name: str, part: str = "train", field: str = FIELD) -> Any:
@@ -33,7 +33,7 @@ def open_dataset(name: str, part: str = "train", field: str = FIELD) -> Any:
         raise
     except Exception as error:  # datasets raises many types for a source that it cannot read
         raise DataError(f"{name}: datasets cannot read it here ({type(error).__name__}: {error})") from error
-    if field not in rows.column_names:
+    if field not in (ROW, *rows.column_names):
         columns = ", ".join(map(repr, rows.column_names))
         raise DataError(f"{name}: no column {field!r}; the dataset has {columns}")
     if len(rows) == 0:

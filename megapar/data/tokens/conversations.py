@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from megapar.data.cache import hash_parts
 from megapar.data.lazy_numpy import np
 from megapar.data.tokens.indexed import TARGETS, IndexedDataset
-from megapar.data.tokens.prepared import read_hashes
+from megapar.data.tokens.prepared import index_hash, read_hashes
 from megapar.data.tokens.split import Split, TrainHeldout
 from megapar.data.tokens.store import DocumentOffsets
 from megapar.errors import DataError
@@ -20,11 +21,13 @@ class ConversationStore:
     """The training or the held-out conversations of one source.
 
     Attributes:
+        name: That of the source.
         dataset: The file of all conversations of the source, whose modes say the targets.
         numbers: [D] int64, the conversations of this side in the file.
         lengths: [D] int64, the tokens of each that are used, from its first on.
     """
 
+    name: str
     dataset: IndexedDataset
     numbers: np.ndarray
     lengths: np.ndarray
@@ -39,38 +42,42 @@ class ConversationStore:
         targets[0] = 0  # no token before it predicts it
         return dataset.tokens[start : start + length].astype(np.int64), targets[:length].astype(bool)
 
-    def fitted(self, longest: int, overlong: str, name: str) -> tuple[ConversationStore, str]:
+    def digest(self) -> str:
+        """Return a hash of the conversations, their targets and what is used of them."""
+        return hash_parts(index_hash(self.dataset.prefix), self.numbers.tobytes(), self.lengths.tobytes())
+
+    def fitted(self, longest: int, overlong: str) -> tuple[ConversationStore, str]:
         """Return the store without conversations of more than ``longest`` tokens, and a note about them or "".
 
-        Raises DataError if there are some and ``overlong`` is STOP, and if none remains. ``name`` is that of the
-        source. What is left of a truncated conversation needs a target.
+        Raises DataError if there are some and ``overlong`` is STOP, and if none remains. What is left of a truncated
+        conversation needs a target.
         """
         long = np.flatnonzero(self.lengths > longest)
         if not len(long):
             return self, ""
         if overlong == STOP:
             raise DataError(
-                f"{name}: {len(long):,} conversations have more than {longest:,} tokens; the first one, conversation "
-                f"{int(self.numbers[long[0]])} of the source, has {int(self.lengths[long[0]]):,}; raise --seq-length, "
-                "or set --sft-overlong drop or truncate"
+                f"{self.name}: {len(long):,} conversations have more than {longest:,} tokens; the first one, "
+                f"conversation {int(self.numbers[long[0]])} of the source, has {int(self.lengths[long[0]]):,}; raise "
+                "--seq-length, or set --sft-overlong drop or truncate"
             )
         store = replace(self, lengths=np.minimum(self.lengths, longest))
         kept = np.ones(len(self.lengths), dtype=bool)
         kept[long] = [overlong == TRUNCATE and store.read(int(number))[1].any() for number in long]
         store = replace(store, numbers=self.numbers[kept], lengths=store.lengths[kept])
         if not len(store.numbers):
-            raise DataError(f"{name}: no conversation remains of those with more than {longest:,} tokens")
+            raise DataError(f"{self.name}: no conversation remains of those with more than {longest:,} tokens")
         dropped = int((~kept).sum())
         counts = [(len(long) - dropped, "truncated"), (dropped, "dropped")]
         changes = " and ".join(f"{count:,} {what}" for count, what in counts if count)
-        return store, f"{name}: of conversations with more than {longest:,} tokens, {changes}"
+        return store, f"{self.name}: of conversations with more than {longest:,} tokens, {changes}"
 
 
-def conversation_stores(dataset: IndexedDataset, split: Split | None) -> TrainHeldout[ConversationStore]:
-    """Return the training and the held-out conversations of a file; without a split, all are for training.
+def conversation_stores(name: str, dataset: IndexedDataset, split: Split | None) -> TrainHeldout[ConversationStore]:
+    """Return the training and the held-out conversations of a source; without a split, all are for training.
 
     They are split by the hashes of their texts, or without a file of these by their numbers. Raises DataError if the
-    file is of text.
+    file is of text, or if none are for training.
     """
     if dataset.modes is None:
         raise DataError(
@@ -79,7 +86,7 @@ def conversation_stores(dataset: IndexedDataset, split: Split | None) -> TrainHe
         )
     lengths = np.diff(DocumentOffsets(dataset, 0, dataset.documents)[: dataset.documents + 1])
     if split is None or split.trains_all:
-        return TrainHeldout(ConversationStore(dataset, np.arange(dataset.documents), lengths), None)
+        return TrainHeldout(ConversationStore(name, dataset, np.arange(dataset.documents), lengths), None)
     hashes = read_hashes(dataset.prefix, dataset.documents)
     if hashes is not None:
         sides = split.sides(hashes.astype(np.float64) / 2.0**64)
@@ -87,5 +94,7 @@ def conversation_stores(dataset: IndexedDataset, split: Split | None) -> TrainHe
         first, last = split.cuts(dataset.documents)
         sides = np.repeat([0, 1, -1], [first, last - first, dataset.documents - last])
     train, heldout = (np.flatnonzero(sides == side) for side in (0, 1))
-    held = ConversationStore(dataset, heldout, lengths[heldout]) if len(heldout) else None
-    return TrainHeldout(ConversationStore(dataset, train, lengths[train]), held)
+    if not len(train):
+        raise DataError(f"{name}: the split leaves none of {dataset.documents} conversations for training")
+    held = ConversationStore(name, dataset, heldout, lengths[heldout]) if len(heldout) else None
+    return TrainHeldout(ConversationStore(name, dataset, train, lengths[train]), held)

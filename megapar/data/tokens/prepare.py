@@ -14,6 +14,7 @@ from megapar.data.tokens.encode import EncodeJob, Encoding, Progress, encode
 from megapar.data.tokens.indexed import without_suffix
 from megapar.data.tokens.parts import Done, claims
 from megapar.errors import DataError
+from megapar.files.data_files import ROW
 
 
 def prepare(
@@ -52,6 +53,7 @@ def prepare(
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each of the workers uses one core
     tokenizer = load_tokenizer(tokenizer_model)
     encoding = Encoding.of(tokenizer, append_end=append_end, skip_bad=skip_bad, chat=chat)
+    field = field if chat is None else ROW
     chunks = tuple(input_chunks(paths, dataset, split, field, report, check_first=not skip_bad and chat is None))
     names = ", ".join((*paths, *filter(None, [dataset])))
     job = EncodeJob(output, f"{output}.parts", chunks, encoding, tokenizer_model, names)

@@ -15,7 +15,6 @@ from megapar.core.comm.world import World
 from megapar.core.context_parallel.positions import SequenceLayout, choose_layout
 from megapar.data import corpus
 from megapar.data.batches import Collate, Loader, pinned
-from megapar.data.conversation_blend import ChatOptions
 from megapar.data.corpus import Corpus
 from megapar.data.fetched import fetched
 from megapar.data.own_data import CheckedPieces, OwnData
@@ -30,6 +29,7 @@ from megapar.files.uri import is_stored
 from megapar.launch_environment import starts_before
 from megapar.training.building.ampipe_degree import make_slicing
 from megapar.training.building.attention_backend import skips_padding
+from megapar.training.building.epochs import chat_options
 
 
 def with_fetched_data(config: Config) -> Config:
@@ -77,17 +77,8 @@ def _stored_tokenizer(config: Config) -> str | None:
 def _conversations(config: Config) -> Corpus:
     data = config.data
     assert data.tokenizer_model is not None
-    assert data.chat_date is not None
-    chat = ChatOptions(
-        template=data.chat_template,
-        day=data.chat_date,
-        turns=data.sft_turns,
-        packing=data.sft_packing,
-        overlong=data.sft_overlong,
-        loss=data.sft_loss,
-    )
     return corpus.of_conversations(
-        chat,
+        chat_options(data),
         data_path=data.data_path,
         eval_data_path=data.eval_data_path or (None if config.training.eval_interval else ()),
         split=data.split,

@@ -6,22 +6,33 @@ from dataclasses import replace
 
 from megapar.arguments import Config
 from megapar.compatibility import check
-from megapar.data.corpus import Corpus
-from megapar.errors import Complaint, ConfigError
+from megapar.config.run import DataOptions
+from megapar.data.conversation_blend import ChatOptions, prepared_packs
+from megapar.data.corpus import DEFAULT_SPLIT
+from megapar.data.tokens.split import Split
+from megapar.errors import Complaint, ConfigError, DataError
 
 
-def with_epochs(config: Config, corpus: Corpus) -> Config:
+def chat_options(data: DataOptions) -> ChatOptions:
+    """Return the options of a fine-tuning run's samples."""
+    assert data.chat_date is not None
+    names = ("turns", "packing", "overlong", "loss")
+    given = {name: getattr(data, f"sft_{name}") for name in names}
+    return ChatOptions(template=data.chat_template, day=data.chat_date, **given)
+
+
+def with_epochs(config: Config, samples: int) -> Config:
     """Return the configuration with the steps of ``--train-epochs``, if it is set: the whole global batches in them.
 
     Learning rates that end with the run follow. Raises ConfigError if an epoch has no global batch, or if the steps
-    break a rule.
+    break a rule. ``samples`` are those of an epoch.
     """
     epochs, batch = config.training.train_epochs, config.training.global_batch_size
     if not epochs:
         return config
-    steps = epochs * len(corpus.train) // batch
+    steps = epochs * samples // batch
     if not steps:
-        message = f"--train-epochs {epochs} of {len(corpus.train):,} samples do not fill a global batch of {batch:,}."
+        message = f"--train-epochs {epochs} of {samples:,} samples do not fill a global batch of {batch:,}."
         raise ConfigError([Complaint("train-epochs", message, "Lower --global-batch-size, or raise --train-epochs.")])
     optimizer, derived = config.optimizer, {"train_iters": "derived"}
     if config.origins["lr_decay_iters"] == "derived":
@@ -33,3 +44,28 @@ def with_epochs(config: Config, corpus: Corpus) -> Config:
     if refused := check({**settled.values(), "kind": config.kind}).refused:
         raise ConfigError(refused)
     return settled
+
+
+def with_known_epochs(config: Config) -> Config:
+    """Return the configuration with the steps of ``--train-epochs`` if the data is prepared, and a note about them.
+
+    Imports no torch. Raises ConfigError if a run would.
+    """
+    epochs, data = config.training.train_epochs, config.data
+    if not epochs:
+        return config
+    split = None if data.eval_data_path else Split.parse(data.split or DEFAULT_SPLIT)
+    sizes = config.model.seq_length, config.training.seed
+    try:
+        packs = prepared_packs(data.data_path, chat_options(data), split, *sizes)
+    except (DataError, OSError) as error:
+        raise ConfigError([Complaint("data", f"{error}.")]) from error
+    if packs is None:
+        note = (
+            f"--train-epochs {epochs}: the number of steps is known when the conversations are encoded, and "
+            f"{config.training.train_iters} is assumed here; megapar data prepare --task sft encodes them beforehand"
+        )
+    else:
+        config = with_epochs(config, packs)
+        note = f"--train-epochs {epochs} of {packs:,} samples: {config.training.train_iters:,} steps"
+    return replace(config, notes=(*config.notes, note))

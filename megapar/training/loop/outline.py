@@ -29,7 +29,12 @@ def outline(config: Config) -> str:
     """
     sizes = config.model
     _check_published(config, sizes)
-    not_compared = _check_saved(config, sizes)
+    settled = config
+    if config.runtime.validate_only:
+        from megapar.training.building.epochs import with_known_epochs  # imports what reads data
+
+        settled = with_known_epochs(config)
+    not_compared = _check_saved(settled, sizes)
     segments = make_segments(config, sizes)
     shown = segments if len(segments) <= 12 else [*segments[:6], *segments[-5:]]
     lines = [f"  {s.bytes / MEGABYTE:.3g} MB: {len(s.names)} parameters of {s.span}" for s in shown]
@@ -38,7 +43,8 @@ def outline(config: Config) -> str:
     segmented = "\n".join([f"segments: {len(segments)}", *lines]) + "\n"
     table = with_rates(config, table_of(sizes))
     widths = "".join(f"{line}\n" for line in width_lines(config, table))
-    return _counts(sizes) + widths + pipeline_outline(config, sizes) + _dispatch(config) + segmented + not_compared
+    counts = "".join(f"{note}\n" for note in settled.notes[len(config.notes) :]) + _counts(sizes)
+    return counts + widths + pipeline_outline(config, sizes) + _dispatch(config) + segmented + not_compared
 
 
 def _check_published(config: Config, sizes: ModelSizes) -> None:
@@ -71,7 +77,8 @@ def _check_saved(config: Config, sizes: ModelSizes) -> str:
         message = f"--load {saved.load}: {folder.name} is a checkpoint of another model: {changes}."
         fix = "Pass the flags that it was trained with, or the folder of another run."
         complaints.append(Complaint("checkpoint-model", message, fix))
-    steps_known = not config.training.train_epochs  # else with the data, and the run compares the schedules
+    # Of epochs, they may be known with the data alone; then the run compares the schedules.
+    steps_known = not config.training.train_epochs or config.origins["train_iters"] == "derived"
     trained = None if weights_only or saved.no_load_optim or not steps_known else stored_schedule(folder)
     if trained is not None and not config.optimizer.override_opt_param_scheduler:
         steps = stored_scalars(folder).get("optimizer_steps")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 
 from megapar.data.chat import chat_template
 from megapar.data.chat.chat_template import ChatTemplate, dated
 from megapar.errors import DataError
-from tests.support.chat import CHATML, turns
+from megapar.files.conversation import conversation_of
+from tests.support.chat import turns
 
 CALL = {"type": "function", "function": {"name": "look", "arguments": {"at": 1}}}
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% set x = i * j %}{% endfor %}{% endfor %}"
@@ -19,22 +18,6 @@ def test_an_endless_template_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(chat_template, "SECONDS", 0.05)
     with pytest.raises(DataError, match=r"more than 0\.05 seconds"):
         ChatTemplate(ENDLESS, {}).render(turns("Hi"))
-
-
-def test_in_another_thread_a_template_is_stopped_at_its_next_output(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_template, "SECONDS", 0.0)
-    errors: list[DataError] = []
-
-    def render() -> None:
-        try:
-            ChatTemplate(CHATML, {}).render(turns("Hi"))
-        except DataError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=render)
-    thread.start()
-    thread.join()
-    assert "more than 0 seconds" in str(errors[0])
 
 
 def test_a_template_that_writes_too_much_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,12 +36,14 @@ def test_the_day_is_the_given_one() -> None:
     ("template", "expected"),
     [
         ("{% for m in messages[1:] %}{{ m.tool_calls[0].function.arguments | tojson }}{% endfor %}", '{"at": 1}'),
-        ("{% for m in messages[1:] %}{{ '=' + m.tool_calls[0].function.arguments }}{% endfor %}", '={"at": 1}'),
+        ("{% for m in messages[1:] %}{{ '=' + m.tool_calls[0].function.arguments + '=' }}{% endfor %}", '={"at": 1}='),
+        ("{% for m in messages[1:] %}{{ m.tool_calls[0].function.arguments + '=' }}{% endfor %}", '{"at": 1}='),
+        ("{% for m in messages[1:] %}{{ m.tool_calls[0].function.arguments ~ '=' }}{% endfor %}", '{"at": 1}='),
     ],
 )
 def test_arguments_have_the_form_that_a_template_takes(template: str, expected: str) -> None:
-    messages = [*turns("Hi"), {"role": "assistant", "content": "", "tool_calls": [CALL]}]
-    assert ChatTemplate(template, {}).render(messages).text == expected
+    made = conversation_of({"messages": [*turns("Hi"), {"role": "assistant", "content": "", "tool_calls": [CALL]}]})
+    assert ChatTemplate(template, {}).render(made.messages).text == expected
 
 
 @pytest.mark.parametrize(

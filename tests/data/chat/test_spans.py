@@ -114,6 +114,11 @@ def test_a_conversation_without_a_target_is_refused(published: Published) -> Non
         ChatEncoder(tokenizer, silent).encode(Conversation(tuple(TWO)))
 
 
+def test_text_that_is_not_unicode_is_refused(published: Published) -> None:
+    with pytest.raises(DataError, match=r"^: its text is not valid Unicode"):
+        encoded(published("llama3"), turns("Hi", "\ud800"))
+
+
 def test_a_token_is_a_target_if_any_of_its_characters_is() -> None:
     offsets = np.array([[0, 2], [2, 4], [4, 4], [4, 6], [6, 9], [9, 10]])
     assert targets_of([(3, 5), (9, 12)], offsets).tolist() == [False, True, False, True, False, True]
