@@ -30,7 +30,7 @@ from megapar.config.run import METRICS_OFF, SFT
 from megapar.config.vocab_size import MOCK, check_vocabulary
 from megapar.errors import Complaint
 from megapar.files.data_files import split_name
-from megapar.files.location import Location, at, same_place
+from megapar.files.location import Location, Place, at, same_place
 from megapar.files.paths import METRICS, is_url
 from megapar.files.regular_file import INDEX_BYTES, read_json
 from megapar.files.tensor_file import CONFIG_FILE, INDEX_FILE
@@ -228,17 +228,27 @@ def check_trackers(values: Mapping[str, Any]) -> Iterator[Complaint]:
 
 
 def apply_chat_date(draft: Draft) -> None:
-    """Set --chat-date, if it is not given, to the day of the first start: the checkpoint's, or else today."""
-    if draft.values.get("task") != SFT or draft.values.get("chat_date") is not None or "chat_date" in draft.bad:
+    """Set --chat-date, if it is not given, to the day of the first start: the checkpoint's, or else today.
+
+    As with tokenizers, a restarted job continues from its own --save folder, and a store is read by the run.
+    """
+    values = draft.values
+    if values.get("task") != SFT or values.get("chat_date") is not None or "chat_date" in draft.bad:
         return
-    day = ""
-    load = None if draft.values.get("finetune") else draft.values.get("load")
-    if load and (saved := saved_iterations(load)):
-        step = draft.values.get("ckpt_step") or saved[-1]
-        phases = (stored_scalars(at(load) / newest_name(load, step)).get("identity") or {}).get("phases") or [{}]
-        day = str((phases[-1].get("chat") or {}).get("day") or "")
-    draft.values["chat_date"] = day or date.today().isoformat()
+    restarted_from = values.get("save") if starts_before(draft.environ) else None
+    load = None if values.get("finetune") else values.get("load")
+    roots = ((restarted_from, None), (load, values.get("ckpt_step")))
+    days = (chat_day(root, step) for root, step in roots if root and not is_stored(root))
+    values["chat_date"] = next(filter(None, days), date.today().isoformat())
     draft.origins["chat_date"] = "derived"
+
+
+def chat_day(root: Place, step: int | None = None) -> str:
+    """Return the day that chat templates saw in the run of a checkpoint, by default the newest; "" if there is none."""
+    if not (saved := saved_iterations(root)):
+        return ""
+    identity = stored_scalars(at(root) / newest_name(root, step or saved[-1])).get("identity") or {}
+    return str(((identity.get("phases") or [{}])[-1].get("chat") or {}).get("day") or "")
 
 
 def apply_stored_tokenizer(draft: Draft) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from datetime import date
+from typing import Any, ClassVar
 
 from megapar.schema import role as roles
 from megapar.schema.flag import ERNIE, MOE, Alias, fact, flag
@@ -12,6 +13,14 @@ from megapar.schema.phase_plan import phases_text
 METRICS_OFF = "off"  # a value of --metrics-jsonl
 PRETRAIN, SFT = "pretrain", "sft"  # values of --task
 _NEEDS_TASK = "it needs --task sft"
+
+
+def day_text(value: Any) -> str:
+    """Return a day of YAML or a command line as YYYY-MM-DD. Raises ValueError unless it is one."""
+    try:
+        return date.fromisoformat(str(value)).isoformat()
+    except ValueError:
+        raise ValueError(f"{value} is not a day; write YYYY-MM-DD") from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +99,7 @@ class DataOptions:
         None,
         "sft: the day that a template sees, YYYY-MM-DD",
         derived="the day of the first start",
+        form=day_text,
         models=MOE,
         role=roles.FILES,
         other="2024-02-29",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import date
 from functools import partial
 
 from megapar.files.data_files import NUMBER, blend_of, split_name
@@ -65,13 +64,6 @@ def _has_records(f: Facts) -> bool:
     words = [word for word in (*f.data_path, *f.eval_data_path) if not NUMBER.fullmatch(word)]
     files = [split_name(word)[1] for word in words]
     return f.data_source == "hf" or any(name not in ("builtin", "mock") for name in files)
-
-
-def _is_day(text: str) -> bool:
-    try:
-        return date.fromisoformat(text).isoformat() == text
-    except ValueError:
-        return False
 
 
 def _is_sft(f: Facts) -> bool:
@@ -138,15 +130,6 @@ _TUNING: tuple[Rule, ...] = (
         fix="Leave them out; --sft-packing pad places one conversation in each sample.",
         passing=f"{_SFT} --sft-packing pad",
         failing=f"{_SFT} --no-packing",
-    ),
-    _sft_row(
-        id="chat-date",
-        reads=("task", "chat_date"),
-        requires=lambda f: f.chat_date is None or _is_day(f.chat_date),
-        message="--chat-date must be a day as YYYY-MM-DD",
-        fix="Write for example --chat-date 2026-07-26.",
-        passing=f"{_SFT} --chat-date 2026-07-26",
-        failing=f"{_SFT} --chat-date 26.7.2026",
     ),
     _sft_row(
         id="train-epochs",

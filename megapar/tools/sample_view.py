@@ -7,13 +7,16 @@ import html
 import sys
 from collections.abc import Iterator, Sequence
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megapar.config.config import FLAGS
 from megapar.config.run import SFT
+from megapar.config.values import BadValue, convert
 from megapar.errors import DataError
 from megapar.files.disk import write_file
+from megapar.schema.flag import Flag
 
 if TYPE_CHECKING:
     from megapar.data.conversation_blend import ChatOptions
@@ -84,12 +87,17 @@ def page(rows: Sequence[Stretch], title: str) -> str:
 
 def add_chat_flags(parser: argparse._ActionsContainer, names: Sequence[str] = ("task", *_ENCODING)) -> None:
     """Add flags of a run, with its meaning of them: by default those that decide the tokens of conversations."""
+
+    def value(flag: Flag, text: str) -> Any:
+        try:
+            return convert(flag, text)
+        except BadValue as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
     for name in names:
         flag = FLAGS[name]
-        kind, default = {"int": int}.get(flag.type, str), flag.defaults["moe"]
-        parser.add_argument(
-            flag.spelling, choices=flag.choices or None, type=kind, default=default, help=flag.help.replace("%", "%%")
-        )
+        more = {"choices": flag.choices or None, "default": flag.defaults["moe"], "help": flag.help.replace("%", "%%")}
+        parser.add_argument(flag.spelling, type=partial(value, flag), **more)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -102,15 +110,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def chat_options(args: argparse.Namespace) -> ChatOptions:
-    """Return the options of conversations. Raises DataError for a day that is none."""
+    """Return the options of conversations."""
     from megapar.data.conversation_blend import ChatOptions
 
-    try:
-        day = date.fromisoformat(args.chat_date) if args.chat_date else date.today()
-    except ValueError as error:
-        raise DataError(f"--chat-date {args.chat_date}: {error}; write YYYY-MM-DD") from error
     given = {name.removeprefix("sft_"): value for name, value in vars(args).items() if name.startswith("sft_")}
-    return ChatOptions(template=args.chat_template, day=day.isoformat(), **given)
+    return ChatOptions(template=args.chat_template, day=args.chat_date or date.today().isoformat(), **given)
 
 
 def show(args: argparse.Namespace) -> int:

@@ -14,6 +14,7 @@ from megapar.arguments import parse
 from megapar.data.conversation_blend import ChatOptions
 from megapar.data.corpus import of_conversations
 from megapar.data.sampling.samples import order_of
+from megapar.launch_environment import ROUND
 from tests.equivalence.compare import differences, farthest
 from tests.equivalence.run import Trace, trace
 from tests.equivalence.table import COMMON, MODELS, WINDOWS
@@ -136,6 +137,7 @@ def test_three_epochs_with_two_resumes_on_other_layouts(files: Files, tmp_path: 
     load = (*save, "--load", str(tmp_path / "save"))
     first = run(2, (*base, *save, "--chat-date", "2024-02-29"), until=1)
     assert parse("moe", (*base, *load), {}).data.chat_date == "2024-02-29"  # that of the first start
+    assert parse("moe", (*base, *save), {ROUND: "1"}).data.chat_date == "2024-02-29"  # and of a restarted job
     with pytest.raises(RanksFailed, match="other samples: turns is all there and last here"):
         run(1, (*base, *load, "--sft-turns", "last"), until=3)
     second = run(1, (*base, *load, "--micro-batch-size", "2"), until=3)

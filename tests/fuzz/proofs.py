@@ -233,7 +233,6 @@ PROOFS: dict[str, Proof] = {
         argument="two flags would say what shares a sample, and documents would end at tokens that mark no end"
     ),
     "sft-phases": Proof(argument="packs would be read by a plan of their sources' samples of text"),
-    "chat-date": Proof(argument="the template would be asked for a day that is none"),
     "train-epochs": Proof(argument="two flags would say how long the run is"),
     "split-mock": Proof(idle=("split",)),
     "text-field": Proof(idle=("text_field",)),

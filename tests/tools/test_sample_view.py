@@ -63,6 +63,10 @@ def test_it_needs_no_torch(files: list[str]) -> None:
     assert done.returncode == 0
 
 
-def test_a_day_that_is_none_is_refused(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["data", "show", *files, "--chat-date", "26.7."]) == 1
-    assert "--chat-date 26.7." in capsys.readouterr().err
+@pytest.mark.parametrize("wrong", [("--chat-date", "26.7."), ("--seq-length", "0"), ("--sft-loss", "word")])
+def test_flags_have_the_values_of_a_run(
+    files: list[str], wrong: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["data", "show", *files, *wrong])
+    assert wrong[0] in capsys.readouterr().err

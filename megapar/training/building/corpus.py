@@ -9,6 +9,7 @@ from math import gcd
 
 from megapar.arguments import Config
 from megapar.config.draft import is_given
+from megapar.config.files import chat_day
 from megapar.config.run import SFT
 from megapar.core.comm.axis import Axis
 from megapar.core.comm.world import World
@@ -67,18 +68,24 @@ def _stored_tokenizer(config: Config) -> str | None:
 
     Of those on a disk, the configuration names it (``apply_stored_tokenizer``).
     """
-    checkpoint = config.checkpoint
-    for root in (checkpoint.save if starts_before(os.environ) else None, checkpoint.load):
-        if root and is_stored(root) and (found := fetched_tokenizer(root)) is not None:
-            return str(found)
-    return None
+    found = (fetched_tokenizer(root) for root in _stores(config, config.checkpoint.load))
+    return next((str(folder) for folder in found if folder is not None), None)
+
+
+def _stores(config: Config, load: str | None) -> list[str]:
+    """Return the stores that a run continues from: of a restarted job, the first is its own."""
+    roots = (config.checkpoint.save if starts_before(os.environ) else None, load)
+    return [root for root in roots if root and is_stored(root)]
 
 
 def _conversations(config: Config) -> Corpus:
-    data = config.data
+    data, chat = config.data, chat_options(config.data)
     assert data.tokenizer_model is not None
+    if config.origins["chat_date"] == "derived":
+        stores = _stores(config, None if config.checkpoint.finetune else config.checkpoint.load)
+        chat = replace(chat, day=next(filter(None, map(chat_day, stores)), chat.day))
     return corpus.of_conversations(
-        chat_options(data),
+        chat,
         data_path=data.data_path,
         eval_data_path=data.eval_data_path or (None if config.training.eval_interval else ()),
         split=data.split,

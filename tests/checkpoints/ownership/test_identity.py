@@ -15,6 +15,7 @@ import pytest
 from megapar.arguments import parse
 from megapar.checkpoints.ownership.data_facts import DataFacts
 from megapar.checkpoints.ownership.identity import HELDOUT_ORDER, Identity, code_hash
+from megapar.config.files import chat_day
 from megapar.data.cache import cache_folder
 from megapar.data.fingerprint import Fingerprint
 from megapar.data.tokenizers.load import load_stored_tokenizer, store_tokenizer
@@ -390,3 +391,11 @@ def test_conversations_are_compared_by_their_packs(
     found = before.differences(replace(facts, chat=here))
     assert [one.field for one in found] == ([] if text is None else ["chat"])
     assert text is None or re.search(text, found[0].text)
+
+
+def test_the_day_of_conversations_is_that_of_the_last_phase_of_a_checkpoint(store_root: Location) -> None:
+    assert chat_day(store_root) == ""
+    for step, phases in ((2, [{"chat": {"day": "2024-02-28"}}]), (4, [{}, {"chat": {"day": "2024-02-29"}}])):
+        text = json.dumps({"identity": {"phases": phases}})
+        put(store_root / f"iter_{step:07}" / "scalars.json", text.encode())
+    assert (chat_day(store_root), chat_day(store_root, 2)) == ("2024-02-29", "2024-02-28")
