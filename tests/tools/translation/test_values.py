@@ -24,6 +24,12 @@ ROWS = """
 --position-embedding-type learned_absolute | renamed | --position-embedding-type learned
 --qk-layernorm --normalization RMSNorm | renamed | --qk-norm
 --qk-layernorm | another model
+--sft | other numbers | --task sft --sft-overlong truncate
+--sft --sft-tokenizer-prompt-format default | other numbers | --task sft --sft-overlong truncate
+--sft-tokenizer-prompt-format default | unnecessary
+--sft-tokenizer-prompt-format default --sft | implied
+--sft-tokenizer-prompt-format identity --sft | left to you
+--sft-loss-log-mode microbatch | unsupported
 --rotary-percent 0.5 | same | --rotary-percent 0.5
 --rope-scaling-factor 8 --use-rope-scaling | same | --rope-scaling-factor 8
 --rope-scaling-factor 1 | unnecessary
