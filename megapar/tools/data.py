@@ -76,6 +76,13 @@ def _prepare(args: argparse.Namespace) -> int:
     if not args.input and args.hf_dataset is None:
         print("megapar data prepare: pass --input or --hf-dataset", file=sys.stderr)
         return 2
+    ignored = {"field": "text", "no_append_eod": False}
+    if args.task != SFT:
+        ignored = {"chat_template": None, "chat_date": None, "sft_turns": "all"}
+    if given := [name for name, default in ignored.items() if getattr(args, name) != default]:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        print(f"megapar data prepare: {flags}: no effect with --task {args.task}", file=sys.stderr)
+        return 2
     chat = sample_view.chat_options(args) if args.task == SFT else None
     start = time.monotonic()
     shown = _Progress()

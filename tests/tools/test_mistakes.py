@@ -155,6 +155,11 @@ TOOLS = [
     ("launch corpus.json", "script corpus.json does not exist", "Did you mean corpus.jsonl?"),
     ("data prepare --inputs a --output b --tokenizer-model c", "Did you mean --input?"),
     ("data prepare --output b --tokenizer-model c", "pass --input or --hf-dataset"),
+    ("data prepare --input a --output b --tokenizer-model c --sft-turns last", "--sft-turns: no effect with --task p"),
+    (
+        "data prepare --input a --output b --tokenizer-model c --task sft --field x",
+        "--field: no effect with --task sft",
+    ),
     ("plan --device-kind h1000", "--device-kind h1000 is not in the table", "h100-80g"),
     ("plan --load-hf meta-llama/Llama-3-8B", "does not exist", "megapar downloads nothing"),
     ("plan --search --global-batch-size 8 --load-hf no/model", "--load-hf no/model does not exist"),
