@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from megapar.data.lazy_numpy import np
+from megapar.data.sampling.samples import WeightedPiece
 from megapar.errors import DataError
 
 
@@ -61,18 +62,18 @@ class CheckedPieces:
         return len(self._dataset)
 
     def __getitem__(self, number: int) -> np.ndarray:
-        return self.weighted(number)[0]
+        return self.weighted(number).ids
 
-    def weighted(self, number: int) -> tuple[np.ndarray, np.ndarray | None]:
+    def weighted(self, number: int) -> WeightedPiece:
         sequence = self._dataset[number]
         if not isinstance(sequence, Mapping):
-            return self._checked_ids(sequence, number), None
+            return WeightedPiece(self._checked_ids(sequence, number))
         if set(sequence) != {"tokens", "weights"}:
             raise DataError(
                 f"{self._name}: sequence {number} has the keys {sorted(map(str, sequence))}; return tokens and weights"
             )
         ids = self._checked_ids(sequence["tokens"], number)
-        return ids, self._checked_weights(sequence["weights"], len(ids), number)
+        return WeightedPiece(ids, self._checked_weights(sequence["weights"], len(ids), number))
 
     def _checked_ids(self, sequence: Any, number: int) -> np.ndarray:
         ids = np.asarray(sequence)

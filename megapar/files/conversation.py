@@ -65,7 +65,8 @@ def conversation_of(record: str | bytes | Mapping[str, Any]) -> Conversation:
     """
     if isinstance(record, str | bytes):
         record = _json("the record", record.removeprefix("\ufeff") if isinstance(record, str) else record)
-    named = list(_named(_typed("the record", record, dict, f"an object with {_FORMS}")))
+    fields: dict[str, Any] = _typed("the record", record, dict, f"an object with {_FORMS}")
+    named = list(_named(fields))
     for name, message in named:
         _check(name, message)
     roles = [message["role"] for _, message in named]
@@ -77,7 +78,7 @@ def conversation_of(record: str | bytes | Mapping[str, Any]) -> Conversation:
             raise DataError(f": {named[number][0]} is a second message of the user in a row; join them")
     if "assistant" not in roles:
         raise DataError(": no message of the assistant, so there is nothing to learn")
-    tools = _typed("tools", _json("tools", record.get("tools")) or [], list, "a list of schemas of functions")
+    tools = _typed("tools", _json("tools", fields.get("tools")) or [], list, "a list of schemas of functions")
     return Conversation(tuple(message for _, message in named), tools or None)
 
 

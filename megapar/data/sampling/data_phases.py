@@ -23,9 +23,9 @@ from megapar.data.sampling.samples import (
     Sample,
     Samples,
     TokenPieces,
+    WeightedPiece,
     nearby,
     order_of,
-    starts_of,
     weighted,
 )
 
@@ -98,11 +98,8 @@ class PhasedPieces(Generic[Pieces_co]):
         """Number of pieces of each lane of the last phase."""
         return {lane: len(part) for lane, part in zip(self._phases[-1].lanes, self._parts, strict=True)}
 
-    def weighted(self, number: int) -> tuple[np.ndarray, np.ndarray | None]:
+    def weighted(self, number: int) -> WeightedPiece:
         return weighted(self._pieces, number)
-
-    def starts(self, number: int) -> np.ndarray | None:
-        return starts_of(self._pieces, number)
 
     def document(self: PhasedPieces[DocumentPieces], number: int) -> int:
         """Return the document that a piece is from, if the pieces have documents."""

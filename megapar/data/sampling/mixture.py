@@ -10,7 +10,7 @@ from math import lcm
 from typing import Generic, TypeVar
 
 from megapar.data.lazy_numpy import np
-from megapar.data.sampling.samples import DocumentPieces, Order, PieceOrder, TokenPieces, starts_of, weighted
+from megapar.data.sampling.samples import DocumentPieces, Order, PieceOrder, TokenPieces, WeightedPiece, weighted
 
 Pieces_co = TypeVar("Pieces_co", bound=TokenPieces, covariant=True)
 
@@ -73,13 +73,9 @@ class Blend(Generic[Pieces_co]):
         part = bisect_right(self._starts, number) - 1
         return self.parts[part][number - self._starts[part]]
 
-    def weighted(self, number: int) -> tuple[np.ndarray, np.ndarray | None]:
+    def weighted(self, number: int) -> WeightedPiece:
         part = bisect_right(self._starts, number) - 1
         return weighted(self.parts[part], number - self._starts[part])
-
-    def starts(self, number: int) -> np.ndarray | None:
-        part = bisect_right(self._starts, number) - 1
-        return starts_of(self.parts[part], number - self._starts[part])
 
     def document(self: Blend[DocumentPieces], number: int) -> int:
         """Return the document that a piece is from, if the parts have documents; numbered by part first."""

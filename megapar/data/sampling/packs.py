@@ -8,6 +8,7 @@ from pathlib import Path
 from megapar.data.cache import hash_parts, make_once
 from megapar.data.lazy_numpy import np
 from megapar.data.sampling.packing_plan import VERSION, PackingPlan, best_fit, one_each
+from megapar.data.sampling.samples import WeightedPiece
 from megapar.data.tokens.conversations import ConversationStore
 
 BEST_FIT, PAD = "best_fit", "pad"
@@ -29,24 +30,22 @@ class Packs:
         return self.plan.packs
 
     def __getitem__(self, number: int) -> np.ndarray:
-        return self.weighted(number)[0]
+        return self.weighted(number).ids
 
     def items(self, number: int) -> np.ndarray:
         """Return the numbers of the conversations of a pack, in their order there."""
         begin, end = self.plan.offsets[number : number + 2]
         return self.plan.items[begin:end]
 
-    def starts(self, number: int) -> np.ndarray:
-        """Return [conversations] int64, the index in the pack where each of them begins; see samples.JoinedPieces."""
-        lengths = self.store.lengths[self.items(number)]
-        return np.cumsum(lengths) - lengths
-
-    def weighted(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+    def weighted(self, number: int) -> WeightedPiece:
         """See samples.Weighted. A target counts 1, or by conversation 1 / n if its conversation has n of them."""
-        read = [self.store.read(int(item)) for item in self.items(number)]
+        items = self.items(number)
+        read = [self.store.read(int(item)) for item in items]
         shares = [max(1, int(targets.sum())) if self.loss == CONVERSATION else 1 for _, targets in read]
         weights = [targets / np.float32(share) for (_, targets), share in zip(read, shares, strict=True)]
-        return np.concatenate([ids for ids, _ in read]), np.concatenate(weights).astype(np.float32)
+        lengths = self.store.lengths[items]
+        ids = np.concatenate([ids for ids, _ in read])
+        return WeightedPiece(ids, np.concatenate(weights).astype(np.float32), np.cumsum(lengths) - lengths)
 
     def digest(self) -> str:
         """Return a hash of the conversations and of the plan."""

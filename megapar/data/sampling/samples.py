@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sized
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from megapar.data.lazy_numpy import np
 from megapar.data.sampling.counts import PieceCounts
@@ -115,30 +115,30 @@ class DocumentWindows:
         return ids
 
 
+class WeightedPiece(NamedTuple):
+    """The ids [T] int64 of a piece.
+
+    Attributes:
+        weights: [T] fp32 >= 0, the weight of each id as a target; None if all are 1.
+        starts: [documents] int64, the index where each document begins; None if tokens mark their ends.
+    """
+
+    ids: np.ndarray
+    weights: np.ndarray | None = None
+    starts: np.ndarray | None = None
+
+
 @runtime_checkable
 class Weighted(Protocol):
-    """Pieces whose ids have weights in the loss."""
+    """Pieces whose ids may have weights in the loss."""
 
-    def weighted(self, number: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return the ids of a piece, and [T] fp32 >= 0, the weight of each as a target; None if all are 1."""
-
-
-def weighted(pieces: TokenPieces, number: int) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return the ids and the target weights of a piece, see ``Weighted``; no weights unless the pieces have them."""
-    return pieces.weighted(number) if isinstance(pieces, Weighted) else (pieces[number], None)
+    def weighted(self, number: int) -> WeightedPiece:
+        """Return a piece with its weights."""
 
 
-@runtime_checkable
-class JoinedPieces(Protocol):
-    """Pieces that may join documents which no token marks."""
-
-    def starts(self, number: int) -> np.ndarray | None:
-        """Return [documents] int64, the index in a piece where each document begins; None if tokens mark their ends."""
-
-
-def starts_of(pieces: TokenPieces, number: int) -> np.ndarray | None:
-    """Return the index in a piece where each document begins, see ``JoinedPieces``; None unless the pieces say it."""
-    return pieces.starts(number) if isinstance(pieces, JoinedPieces) else None
+def weighted(pieces: TokenPieces, number: int) -> WeightedPiece:
+    """Return a piece with its weights, see ``Weighted``; without any unless the pieces have them."""
+    return pieces.weighted(number) if isinstance(pieces, Weighted) else WeightedPiece(pieces[number])
 
 
 class PieceOrder(Protocol):
@@ -249,14 +249,13 @@ class DecoderSamples:
         return len(self._pieces)
 
     def __getitem__(self, number: int) -> Sample:
-        piece = self._order[number]
-        ids, weights = weighted(self._pieces, piece)
+        ids, weights, starts = weighted(self._pieces, self._order[number])
         short = self._seq_length + 1 - len(ids)
         sample = {"tokens": ids[:-1], "labels": ids[1:]}
         if weights is not None:
             sample[WEIGHTS] = weights[1:]
         if self._boundaries is not None:
-            sample = self._bounded(sample, self._boundaries, starts_of(self._pieces, piece))
+            sample = self._bounded(sample, self._boundaries, starts)
         if WEIGHTS in sample:
             sample = _weighed(sample)
         if short:

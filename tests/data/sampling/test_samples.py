@@ -15,6 +15,7 @@ from megapar.data.sampling.samples import (
     DocumentWindows,
     Order,
     TokenPieces,
+    WeightedPiece,
     Windows,
     weighted,
 )
@@ -126,8 +127,8 @@ class OnePiece:
     def __getitem__(self, number: int) -> np.ndarray:
         return np.arange(1, len(self._weights) + 1)
 
-    def weighted(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        return self[number], self._weights
+    def weighted(self, number: int) -> WeightedPiece:
+        return WeightedPiece(self[number], self._weights)
 
 
 def test_a_label_of_weight_0_is_no_label() -> None:
@@ -157,7 +158,8 @@ def test_a_masked_end_has_weight_0() -> None:
 def test_weights_pass_through_blends_and_phases() -> None:
     blend: Blend[TokenPieces] = Blend([_windows(1), OnePiece(0.5, 2)])
     pieces = PhasedPieces(blend, (Phase(0, None, first_lanes(None)),))
-    ids, weights = weighted(pieces, 1)
+    ids, weights, _ = weighted(pieces, 1)
+    assert weights is not None
     assert (ids.tolist(), weights.tolist()) == ([1, 2], [0.5, 2])
     assert weighted(pieces, 0)[1] is None
 
