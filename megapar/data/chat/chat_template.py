@@ -92,12 +92,9 @@ class ChatTemplate:
 def template_of(path: str) -> str:
     """Return the template in a file. Raises DataError if it cannot be read."""
     try:
-        text = read_regular_text(path)
+        return read_regular_text(path)
     except (OSError, ValueError) as error:
         raise DataError(f"--chat-template {path} cannot be read: {error}") from error
-    if not text.strip():
-        raise DataError(f"--chat-template {path} has no template")
-    return text
 
 
 def dated(text: str) -> bool:

@@ -158,9 +158,9 @@ def _written(job: EncodeJob, tokenizer: Tokenizer, workers: int, progress: Progr
             early[number] = result
             finished_so_far += result
             while (part := early.pop(following, None)) is not None:
-                with opened(folder, following) as content:
-                    builder.copy_documents(content.ids, content.lengths, content.marks)
-                    hashes.add(content.hashes)
+                with opened(folder, following) as (ids, lengths, part_hashes, marks):
+                    builder.copy_documents(ids, lengths, marks)
+                    hashes.add(part_hashes)
                 total += part  # in the order of the chunks, which is that of the messages in it
                 following += 1
             progress(count, len(job.chunks), finished_so_far)

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 from megapar.data.lazy_numpy import np
 from megapar.data.text.chunks import BadRecords
@@ -174,25 +174,12 @@ def parts_in(folder: Path) -> int:
     return len(list(folder.glob(f"*{_SUFFIX}")))
 
 
-class OpenedPart(NamedTuple):
-    """A finished part.
-
-    Attributes:
-        ids: The file, positioned at its ids.
-        lengths: [s] int32, of its sequences.
-        hashes: [n] uint64, of the texts of its documents.
-        marks: [s] int8, of its sequences; None if each is a document.
-    """
-
-    ids: IO[bytes]
-    lengths: np.ndarray
-    hashes: np.ndarray
-    marks: np.ndarray | None
-
-
 @contextmanager
-def opened(folder: Path, number: int) -> Iterator[OpenedPart]:
-    """Open a finished part."""
+def opened(folder: Path, number: int) -> Iterator[tuple[IO[bytes], np.ndarray, np.ndarray, np.ndarray | None]]:
+    """Open a finished part; yield the file, positioned at its ids, and what ``PartWriter.add`` got with them.
+
+    The lengths are [s] int32, the hashes of the documents' texts [n] uint64, the marks [s] int8, or None without them.
+    """
     with open(_path(folder, number), "rb") as file:
         record = _record(file)
         assert record is not None, f"part {number} is not finished"
@@ -201,7 +188,7 @@ def opened(folder: Path, number: int) -> Iterator[OpenedPart]:
         hashes = np.frombuffer(file.read(8 * record["documents"]), dtype="<u8")
         marks = np.frombuffer(file.read(record["sequences"]), dtype="<i1") if record["marked"] else None
         file.seek(0)
-        yield OpenedPart(file, lengths, hashes, marks)
+        yield file, lengths, hashes, marks
 
 
 def _record(file: IO[bytes]) -> dict[str, Any] | None:
