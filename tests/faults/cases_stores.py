@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from megapar.checkpoints.format.names import epochs_of
 from megapar.checkpoints.save_load import folder as folders
 from megapar.files.bucket import MANIFEST, objects_of
 from megapar.files.location import Location
@@ -47,8 +48,13 @@ def run_stored(folder: Path, save: Location, environ: dict[str, str], *flags: st
     folder.mkdir(parents=True, exist_ok=True)
     line += flags_of(folder, *SHARDING, "--save", str(save), "--load", str(save), *flags)
     ended = ended_as(folder, line, {**_environ(folder, NONE), **environ})
-    written = "".join(path.read_text() for path in folder.rglob("*.json*"))
-    assert SECRET not in ended.output + written, "the secret was written"
+    written = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    written |= {
+        Path(name): objects_of("s3").get(f"{save.path}/{name}") for name in objects_of("s3").walk(str(save.path))
+    }
+    found = [path for path, content in written.items() if SECRET.encode() in content]
+    assert SECRET not in ended.output, "the output has the secret"
+    assert not found, f"the secret is in {found}"
     return ended
 
 
@@ -97,16 +103,19 @@ def killed_at(when: Callable[[Asked], bool]) -> Callable[[Path], Outcome]:
     def case(folder: Path) -> Outcome:
         with store(folder) as (proxy, save, environ):
             struck: list[Asked] = []
+            killed: list[int] = []
 
             def kill(asked: Asked) -> None:
                 if not struck and when(asked):
                     struck.append(asked)
-                    owner = max((save / "owner").list(), default="")
-                    record = (save / "owner" / owner.replace(".beat", ".json")).json()
-                    os.kill(int(record["process"]["pid"]), signal.SIGKILL)
+                    process = (save / "owner" / f"{max(epochs_of(save))}.json").json()["process"]
+                    os.kill(int(process["pid"]), signal.SIGKILL)
+                    killed.append(process["pid"])
 
             proxy.watch = kill
-            return judged(run_stored(folder, save, environ), save)
+            outcome = judged(run_stored(folder, save, environ), save)
+            outcome.survived *= len(killed)
+            return outcome
 
     return case
 

@@ -6,6 +6,8 @@ import os
 import re
 import subprocess
 import sys
+import threading
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -31,16 +33,20 @@ def served(command: list[str]) -> Iterator[str]:
     """Yield the endpoint of a server, which it reports on its standard error."""
     with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as server:
         assert server.stderr is not None
+        rest = threading.Thread(target=deque, args=(server.stderr, 0), name="server-log", daemon=True)
         try:
             lines = []
             for line in server.stderr:
                 lines.append(line)
                 if found := re.search(r"https?://127\.0\.0\.1:([1-9][0-9]*)", line):
+                    rest.start()  # a server that logs every request stops when its pipe is full
                     yield found[0]
                     return
             raise AssertionError("".join(lines))
         finally:
             server.kill()
+            if rest.ident:
+                rest.join()
 
 
 @contextmanager
