@@ -26,7 +26,7 @@ from pathlib import PurePath, PurePosixPath
 from typing import Any
 
 from megapar.files.disk import BEAT
-from megapar.files.objects import NOT_IMPLEMENTED, Objects, Upload, status_of
+from megapar.files.objects import NOT_IMPLEMENTED, ChangedError, Objects, Upload, status_of
 from megapar.files.regular_file import json_object
 from megapar.files.uri import PACKAGES
 
@@ -77,8 +77,8 @@ class BucketStore:
 
     def _places(self, path: PurePath) -> Iterator[str]:
         yield str(path)
-        if (manifest := self._manifest(path.parent)) is not None:
-            yield str(path.parent.with_name(manifest["folder"]) / path.name)
+        if (folder := self.folder(path.parent)) != path.parent:
+            yield str(folder / path.name)
 
     def write(self, path: PurePath) -> Upload:
         """Begin a new file, which appears when it is finished."""
@@ -138,6 +138,11 @@ class BucketStore:
         self.objects.put(str(path), self.objects.get(str(made)), new=not replace)  # such files are small
         self.objects.delete([str(made)])
 
+    def folder(self, path: PurePath) -> PurePath:
+        """Return where the files of a folder lie."""
+        manifest = self._manifest(path)
+        return path.with_name(manifest["folder"]) if manifest else path
+
     def remove(self, path: PurePath) -> None:
         """Remove a file, or a folder with everything in it; first the manifest that names it."""
         manifest = self._manifest(path)
@@ -187,7 +192,12 @@ class BucketStore:
         return True
 
     def excludes(self, path: PurePath) -> bool:
-        """Return True if of two processes that create a file only one succeeds. Some stores ignore the condition."""
+        """Return True if requests have conditions, and of two processes that create a file only one succeeds.
+
+        Some stores ignore the condition, and those of gs:// have none by fsspec for the heartbeats.
+        """
+        if self.scheme == "gs":
+            return False
         try:
             self.objects.put(str(path), b"first", new=True)
             self.objects.put(str(path), b"second", new=True)
@@ -260,10 +270,6 @@ class BucketFile(io.RawIOBase):
         self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
         return self._position
 
-    def tell(self) -> int:
-        """Return the position."""
-        return self._position
-
     def readinto(self, buffer: Any) -> int:
         """Read a range."""
         end = min(self._position + len(buffer), self._size)
@@ -294,10 +300,20 @@ class BucketLock:
         self._objects = objects
         self._beat = beat
         self._etag = ""
+        self._unanswered: list[bytes] = []  # what was sent since then, and may have been written
 
     def renew(self, content: bytes) -> None:
         """Write the heartbeat. Raises ChangedError if another process has written it since."""
-        self._etag = self._objects.exchange(self._beat, content, self._etag)
+        try:
+            self._etag = self._objects.exchange(self._beat, content, self._etag)
+        except ChangedError:
+            if not self._unanswered or self._objects.get(self._beat) not in self._unanswered:
+                raise
+            self._etag = self._objects.exchange(self._beat, content, self._objects.head(self._beat).etag)
+        except OSError:
+            self._unanswered.append(content)
+            raise
+        self._unanswered.clear()
 
     def release(self) -> None:
         """Let go of the record."""

@@ -7,6 +7,7 @@ import io
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import fsspec
@@ -45,8 +46,7 @@ class S3Objects(Objects):
         try:
             return asyncio.run_coroutine_threadsafe(asyncio.wait_for(answer(), limit), self._fs.loop).result()
         except FileNotFoundError as error:
-            error.filename = error.filename or key
-            raise
+            raise FileNotFoundError(2, "no such object", key) from error
         except OSError as error:
             if status_of(error)[0] == 412:
                 refused = FileExistsError if arguments.get("IfNoneMatch") else ChangedError
@@ -79,8 +79,20 @@ class S3Objects(Objects):
     def unfinished(self, folder: str) -> tuple[tuple[str, str], ...]:
         """Return (name in the folder, id) of the uploads below it that have not ended."""
         bucket, _, name = folder.partition("/")
-        page = tried(f"list of {folder}", lambda: self.ask("list_multipart_uploads", bucket, Prefix=f"{name}/"))
-        return tuple((one["Key"].removeprefix(f"{name}/"), one["UploadId"]) for one in page.get("Uploads", ()))
+        below, found = f"{name}/" if name else "", []
+        after: dict[str, Any] | None = {}
+        while after is not None:
+            ask = partial(self.ask, "list_multipart_uploads", bucket, Prefix=below, **after)
+            try:
+                page = tried(f"list of {folder}", ask)
+            except OSError as error:
+                if isinstance(error, FileNotFoundError) or status_of(error)[0] == objects.NOT_IMPLEMENTED:
+                    break  # the store does not list them
+                raise
+            found += [(one["Key"].removeprefix(below), one["UploadId"]) for one in page.get("Uploads", ())]
+            marks = {"KeyMarker": page.get("NextKeyMarker"), "UploadIdMarker": page.get("NextUploadIdMarker")}
+            after = marks if page.get("IsTruncated") else None
+        return tuple(found)
 
     def abort(self, key: str, upload: str) -> None:
         """End an upload and free its parts."""

@@ -175,6 +175,30 @@ def test_an_owner_that_slept_is_lost_at_its_next_heartbeat(bucket: Location) -> 
     second.release()
 
 
+def test_only_uploads_of_owners_before_are_ended_at_the_start_and_own_ones_at_the_end(bucket: Location) -> None:
+    store, other = objects_of("s3"), bucket.with_name("other")
+
+    def begin(folder: Location, epoch: int) -> str:
+        name = f"iter_0000002.tmp-0123456789ab-e{epoch}/shard-00000.safetensors"
+        store.ask("create_multipart_upload", f"{folder.path}/{name}")  # type: ignore[attr-defined]
+        return name
+
+    def left(folder: Location) -> list[str]:
+        return [name for name, _ in store.unfinished(str(folder.path))]
+
+    own(bucket)
+    begin(bucket, 1)
+    kept = begin(bucket, 3)
+    foreign = begin(other, 1)
+    store.ask("create_multipart_upload", f"{bucket.path}/notes.txt")  # type: ignore[attr-defined]
+    second = own(bucket)
+    assert left(bucket) == [kept, "notes.txt"]
+    begin(bucket, 2)
+    second.release()
+    assert (left(bucket), left(other)) == ([kept, "notes.txt"], [foreign])
+    assert len(store.unfinished(str(bucket.path.parent))) == 3
+
+
 def test_two_that_come_at_once_have_one_owner(bucket: Location) -> None:
     record = bucket / "owner" / "1.json"
     locks = [record.lock(lambda known, who=who: who) for who in (b"one", b"other")]

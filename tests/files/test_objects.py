@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import os
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from megapar.files import bucket as bucket_module
 from megapar.files import objects, s3_objects
 from megapar.files.bucket import _objects_of, objects_of
 from megapar.files.location import Location, at
 from megapar.files.objects import ChangedError, tried
 from tests.support.bucket_proxy import Asked, Harm, Proxy, proxied
 from tests.support.buckets import asked_at, new_bucket, rclone
+from tests.support.stores import put
 
 
 @pytest.fixture
@@ -79,6 +82,24 @@ def test_a_heartbeat_replaces_its_own_last_one_alone(kind: str, through: tuple[P
         store.exchange(key, b"3", second)
 
 
+def test_a_heartbeat_goes_on_after_the_store_was_away(through: tuple[Proxy, Location]) -> None:
+    proxy, folder = through
+    lock = (folder / "1.json").lock(lambda known: b"{}")
+    assert lock is not None
+    lock.renew(b"1")
+    proxy.harms = [Harm("lost answer", of("put")), Harm("503", of("put"), times=1000)]
+    for content in (b"2", b"3"):  # the first one was written, and no answer came
+        with pytest.raises(OSError, match="attempts"):
+            lock.renew(content)
+    assert (folder / "1.beat").content() == b"2"
+    proxy.harms = []
+    lock.renew(b"4")
+    assert (folder / "1.beat").content() == b"4"
+    put(folder / "1.beat", b"another's")
+    with pytest.raises(ChangedError):
+        lock.renew(b"5")
+
+
 @pytest.mark.parametrize("kind", PASSING)
 @pytest.mark.parametrize("verb", ["begin", "part", "complete"])
 def test_an_object_of_several_parts_is_complete(
@@ -113,6 +134,27 @@ def test_an_upload_that_fails_leaves_nothing(through: tuple[Proxy, Location], mo
         file.write(memoryview(bytes(40 << 20)))
     assert folder.list() == {}
     assert objects_of("s3").unfinished(str(folder.path)) == ()
+
+
+def test_an_upload_and_a_read_hold_four_blocks(bucket: Location, monkeypatch: pytest.MonkeyPatch) -> None:
+    block = 8 << 20
+    monkeypatch.setattr(s3_objects, "BLOCK_BYTES", block)
+    monkeypatch.setattr(bucket_module, "_READ_BYTES", block)
+    data = memoryview(bytes(block))
+    tracemalloc.start()
+    try:
+        file = (bucket / "a").write()
+        for _ in range(10):
+            file.write(data)
+        file.finish()
+        written = tracemalloc.get_traced_memory()[1]
+        tracemalloc.reset_peak()
+        assert sum(len(read) for read in (bucket / "a").blocks()) == 10 * block
+        read = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert block < written < 4.5 * block + len(data)
+    assert block < read < 4.5 * block + len(data)
 
 
 def test_parts_grow_so_that_ten_thousand_hold_a_shard() -> None:
@@ -177,4 +219,5 @@ def test_a_store_that_ignores_conditions_is_found_out(bucket: Location, tmp_path
     with rclone(tmp_path) as endpoint, asked_at(endpoint):
         other = new_bucket()
         assert not excludes(other)
+        assert objects_of("s3").unfinished(str(other.path)) == ()  # it lists none
         assert other.list() == {}
