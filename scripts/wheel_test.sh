@@ -3,8 +3,8 @@
 #
 #   scripts/wheel_test.sh
 #
-# The environment sees the libraries of .venv by a .pth file, so nothing is downloaded. .venv's own megapar is not seen:
-# it is an editable installation, whose .pth file is not read again.
+# The environment sees the libraries of .venv by a .pth file, so nothing is downloaded but what resolves the extras. .venv's
+# own megapar is not seen: it is an editable installation, whose .pth file is not read again.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python="$PWD/.venv/bin/python"
@@ -29,6 +29,22 @@ cd "$work/empty"
 refused() { if "$@" > "$work/output" 2>&1; then cat "$work/output"; echo "wheel: accepted: $*"; exit 1; fi; }
 step() { echo "wheel: ${*%%$'\n'*}"; "$@" > "$work/output" 2>&1 || { cat "$work/output"; echo "wheel: failed: $*"; exit 1; }; }
 says() { grep -q -- "$1" "$work/output" || { cat "$work/output"; echo "wheel: nothing says: $1"; exit 1; }; }
+
+# s3fs, gcsfs and datasets pin fsspec, each to other dates. Meanwhile, an index is asked for versions that agree.
+beside() {
+    local wanted
+    mapfile -t wanted < <(python -c "
+import sys
+from importlib.metadata import requires
+for name, _, marker in (text.partition(';') for text in requires('megapar')):
+    if name.startswith('datasets') or marker.strip() == f'extra == \"{sys.argv[1]}\"':
+        print(name)" "$1")
+    [ "${#wanted[@]}" = 2 ] || { echo "wheel: the requirements of [$1] are ${wanted[*]}"; return 1; }
+    "$python" -m pip install --dry-run --ignore-installed --only-binary :all: --no-input --disable-pip-version-check \
+        "${wanted[@]}"
+}
+beside s3 > "$work/s3" 2>&1 & s3=$!
+beside gcs > "$work/gcs" 2>&1 & gcs=$!
 
 step python -c "
 import megapar, sys
@@ -76,4 +92,7 @@ assert abs(one - two) < 1e-5, (one, two)"
 step megapar generate runs/two --prompt 'a rank holds' --max-new-tokens 8 --hf-cache cache
 says '^a rank holds'
 step test "$(ls -A)" = "$(printf '%s\n' cache my.jsonl one_rank released runs two_ranks)"
+wait "$s3" || { cat "$work/s3"; echo "wheel: megapar[s3] cannot be installed"; exit 1; }
+wait "$gcs" || { cat "$work/gcs"; echo "wheel: megapar[gcs] cannot be installed"; exit 1; }
+echo "wheel: $(grep -ho 'fsspec-[0-9.]*' "$work/s3" "$work/gcs" | tr '\n' ' ')with the extras s3 and gcs"
 echo "wheel: $(du -h "$work"/megapar-*.whl | cut -f1), every command runs from it"

@@ -45,7 +45,7 @@ MOST_STEPS = 8  # listed in a message
 def check_model(values: Mapping[str, Any]) -> Iterator[Complaint]:
     """Yield a complaint if the folder that the model's sizes are read from is missing."""
     path = values.get("load_hf")
-    if path is not None and not Path(path).exists():
+    if path is not None and not at(path).exists():
         yield missing("load_hf", path)
 
 
@@ -68,7 +68,7 @@ def check_files(values: Mapping[str, Any]) -> Iterator[Complaint]:
         yield from no_tokenizer or check_vocabulary(values)
     if values.get("load") and not is_stored(values["load"]):
         yield from _loaded(values)
-    if values.get("load_hf"):
+    if values.get("load_hf") and not is_stored(values["load_hf"]):
         yield from _published(Path(values["load_hf"]))
     for name in ("save", "save_hf", "tensorboard_dir", "wandb_save_dir", "swanlab_save_dir"):
         if values.get(name) and (path := at(values[name]).local_path()) is not None:

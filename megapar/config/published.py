@@ -12,7 +12,7 @@ from megapar.config.values import BadValue, convert, shown
 from megapar.files.location import Place, at
 from megapar.files.regular_file import HEAD_BYTES, json_object, not_this
 from megapar.files.tensor_file import CONFIG_FILE
-from megapar.files.uri import is_stored
+from megapar.files.uri import is_stored, wrong_uri
 from megapar.model.architectures import ARCHITECTURES, model_of_architecture
 from megapar.schema.flag import SCRIPTS
 from megapar.schema.published import Json, PublishedArchitecture
@@ -164,7 +164,11 @@ def apply_published(draft: Draft) -> str | None:
     """
     load_hf, load = (draft.values.get(name) for name in ("load_hf", "load"))
     name = published_folder(load_hf, load)
-    if not name or (load_hf and not Path(load_hf).is_dir()):
+    if not name or (not is_stored(name) and not Path(name).is_dir()) or any(wrong_uri(name) if "://" in name else ()):
+        return None
+    if is_stored(name) and draft.values.get("validate_only"):
+        message = f"The sizes of the model are in --load-hf {name}, and --validate-only asks no store."
+        draft.complain("load-hf", message, "Pass a local folder with its config.json and weights.")
         return None
     source = f"--load-hf {name}" if load_hf else f"--load {load} (its {BESIDE}/config.json)"
     try:
@@ -180,7 +184,7 @@ def apply_published(draft: Draft) -> str | None:
     draft.warnings += [f"{source}: {remark}" for remark in remarks(config)]
     architecture = architecture_of(config)
     _apply_sizes(draft, source, flags, free_depth=architecture.sets("mtp_depth"))
-    if draft.origins.get("tokenizer_model") == "default" and has_tokenizer(name):
+    if draft.origins.get("tokenizer_model") == "default" and not is_stored(name) and has_tokenizer(name):
         draft.values["tokenizer_model"] = name
         draft.origins["tokenizer_model"] = "derived"
     return architecture.name

@@ -199,7 +199,7 @@ class CheckpointOptions:
     no_load_optim: bool = flag(False, "do not load the optimizer state")
     no_load_rng: bool = flag(False, "do not load the random state")
     save_hf: str | None = flag(None, "folder or URI for the trained model in Hugging Face form", path=True, store=True)
-    load_hf: str | None = flag(None, "folder of a Hugging Face model to start from", path=True)
+    load_hf: str | None = flag(None, "folder or URI of a Hugging Face model to start from", path=True, store=True)
     save_interval_minutes: float = flag(0.0, "minutes between checkpoints; 0: off", unit="minutes", low=0, other=1e-6)
     async_save: bool = flag(
         True, "write checkpoints in the background while training continues; the run waits for the final one"

@@ -285,7 +285,9 @@ def read_locally(folder: Location) -> Iterator[Path]:
         yield path
         return
     with tempfile.TemporaryDirectory() as place:
+        copied = Path(place, folder.name)
+        copied.mkdir()
         for name, size in folder.list().items():
             if size is not None:
-                copy(folder / name, at(place) / name)
-        yield Path(place)
+                copy(folder / name, at(copied / name))
+        yield copied

@@ -6,9 +6,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from megapar.errors import Complaint, ConfigError, MegaparError
-from megapar.files.paths import MOUNT, REMOTE
-from megapar.files.uri import is_stored, refuse_wrong
+from megapar.errors import MegaparError
+from megapar.files.uri import refuse_wrong
 from megapar.tools.parser import Parser, count
 
 
@@ -51,8 +50,6 @@ def main(argv: Sequence[str]) -> int:
 def _run(args: argparse.Namespace) -> int:
     for place in (args.input, args.output):
         refuse_wrong(place)
-    if args.command == "hf-to-megapar" and is_stored(args.input):
-        raise ConfigError([Complaint("store", f"{args.input} is a folder to read: {REMOTE}.", MOUNT)])
     from megapar.checkpoints.export.export import UNDROPPED
     from megapar.checkpoints.export.from_hf import hf_to_megapar
     from megapar.checkpoints.export.to_hf import megapar_to_hf

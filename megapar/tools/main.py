@@ -51,7 +51,7 @@ _EXAMPLES = (
     "megapar pretrain moe --config tiny --save runs/tiny     train",
     "megapar report runs/tiny                                look at the run",
 )
-_ON_PATHS = ("data", "report")  # whose arguments are paths, never URLs
+_ON_PATHS = ("data",)  # whose arguments are paths, never URLs
 
 
 def usage() -> str:

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from megapar.config.report import refusal
 from megapar.errors import Complaint, ConfigError
 from megapar.files.disk import write_file
+from megapar.files.location import at, read_locally, replace
+from megapar.files.uri import refuse_wrong
 from megapar.tools.parser import Parser
 from megapar.tools.run_page import tables
 from megapar.tools.run_page.curve_sections import COMMUNICATION, LOSSES, ROUTER, SPEED, expert_figures, panels
@@ -25,8 +28,8 @@ from megapar.tools.run_page.run_folder import RunFolder, read_run, run_names
 def make_parser() -> Parser:
     """Return the parser of the command."""
     parser = Parser(prog="megapar report", description="Write one HTML page about a run, or about several.")
-    parser.add_argument("run", type=Path, nargs="+", help="folders of --metrics-jsonl FOLDER/metrics.jsonl")
-    parser.add_argument("--output", type=Path, help="file to write (default: report.html in the first folder)")
+    parser.add_argument("run", nargs="+", help="folders of --metrics-jsonl FOLDER/metrics.jsonl, or their URIs")
+    parser.add_argument("--output", help="file or URI to write (default: report.html in the first folder)")
     return parser
 
 
@@ -34,15 +37,18 @@ def main(argv: Sequence[str]) -> int:
     """Write the page. Return 0, 2 if a folder does not contain a run, or 1 if the page cannot be written."""
     options = make_parser().parse_args(list(argv))
     try:
-        page = report(*options.run)
+        page = _page_of(options.run)
+        refuse_wrong(options.output or "")
     except ConfigError as error:
         sys.stderr.write(refusal(error.complaints))
         return ConfigError.exit_status
-    output = options.output or options.run[0] / "report.html"
+    place = at(options.output) if options.output else at(options.run[0]) / "report.html"
     content = page.encode(errors="replace")  # a path of other bytes than UTF-8 has characters that no file can have
-    name = str(output).encode(errors="replace").decode()
+    name = str(place).encode(errors="replace").decode()
     try:
-        if output.exists() and not output.is_file():  # a pipe or a device
+        if (output := place.local_path()) is None:
+            replace(place, content)
+        elif output.exists() and not output.is_file():  # a pipe or a device
             output.write_bytes(content)
         else:
             write_file(output.resolve(), content)
@@ -52,6 +58,18 @@ def main(argv: Sequence[str]) -> int:
         return 1
     print(f"wrote {name}")
     return 0
+
+
+def _page_of(runs: Sequence[str]) -> str:
+    """Return the page of runs on a disk or in stores. Raises ConfigError."""
+    for run in runs:
+        refuse_wrong(run)
+    with ExitStack() as copies:
+        try:
+            folders = [copies.enter_context(read_locally(at(run))) for run in runs]
+        except OSError as error:
+            raise ConfigError([Complaint("run-folder", f"{', '.join(runs)} cannot be read: {error}.")]) from error
+        return report(*folders)
 
 
 def report(*folders: Path) -> str:

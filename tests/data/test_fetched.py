@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megapar.data import fetched as module
-from megapar.data.fetched import fetched
+from megapar.data.fetched import fetched, fetched_tokenizer
 from megapar.errors import DataError
 from megapar.files.location import Location
 from tests.support.stores import put
@@ -48,3 +48,33 @@ def test_what_is_missing_or_does_not_fit_is_refused(bucket: Location, monkeypatc
     monkeypatch.setattr(module.shutil, "disk_usage", lambda path: namedtuple("Usage", "free")(2))
     with pytest.raises(DataError, match=r"1 objects of 0\.000 GiB do not fit into the cache"):
         fetched([f"{bucket}/a.jsonl"])
+
+
+def test_a_tokenizer_is_copied_without_weights(bucket: Location) -> None:
+    assert fetched_tokenizer(bucket / "hf") is None
+    put(bucket / "hf" / "config.json", b"{}")
+    assert fetched_tokenizer(bucket / "hf") is None
+    put(bucket / "hf" / "tokenizer.json", b"one")
+    put(bucket / "hf" / "model.safetensors", b"weights")
+    assert (copied := fetched_tokenizer(bucket / "hf")) is not None
+    assert sorted(path.name for path in Path(copied).iterdir()) == ["config.json", "tokenizer.json"]
+    put(bucket / "tokenizer.tmp-1" / "tokenizer.json", b"two")
+    (bucket / "tokenizer.tmp-1").publish(bucket / "tokenizer")
+    assert (copied := fetched_tokenizer(bucket / "tokenizer")) is not None
+    assert (Path(copied) / "tokenizer.json").read_bytes() == b"two"
+
+
+def test_objects_that_change_while_they_are_copied_are_refused(
+    bucket: Location, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(bucket / "a.jsonl", b"one")
+    real = module.copy
+
+    def late(source: Location, target: Location) -> None:
+        put(source, b"other")
+        real(source, target)
+
+    monkeypatch.setattr(module, "copy", late)
+    with pytest.raises(DataError, match="they have changed while they were copied"):
+        fetched([f"{bucket}/a.jsonl"])
+    monkeypatch.undo()

@@ -18,7 +18,6 @@ from megapar.checkpoints.format.names import epochs_of
 from megapar.checkpoints.save_load import folder as folders
 from megapar.files.bucket import MANIFEST, objects_of
 from megapar.files.location import Location
-from megapar.files.location import replace as overwrite
 from tests.faults.job import Ended, _environ, ended_as, flags_of
 from tests.faults.outcome import NONE, SHARDING, Outcome, compared, told, uninterrupted, verdict
 from tests.support.bucket_proxy import KINDS, Asked, Harm, Proxy, proxied
@@ -27,6 +26,7 @@ from tests.support.buckets import KEYS, asked_at, environ_of, moto, new_bucket, 
 _ALONE = threading.Lock()  # a case is found by variables of this process
 SECRET = KEYS["AWS_SECRET_ACCESS_KEY"]
 VERBS = ("head", "get", "list", "put", "delete", "uploads")
+FOUR_STEPS = ("--train-iters", "4", "--lr-decay-iters", "6")  # of six
 
 
 @contextlib.contextmanager
@@ -61,15 +61,20 @@ def run_stored(folder: Path, save: Location, environ: dict[str, str], *flags: st
 def orphans(save: Location) -> list[str]:
     """Return the objects and uploads of a run that has ended which nothing names."""
     every = objects_of("s3").walk(str(save.path))
-    named = [json_of(save / name)["folder"] for name in every if name.endswith(MANIFEST)]
-    known = (*named, "owner", "latest", "tokenizer")
-    left = [name for name in every if not name.endswith(MANIFEST) and name.partition("/")[0] not in known]
+    manifests = [name for name in every if name.endswith(MANIFEST)]
+    known = {"owner", "latest", "tokenizer", *(folder_of(save / name) for name in manifests)}
+    beside = [name for name in every if name not in manifests and name.partition("/")[0] not in known]
+    damaged = [f"{name.removesuffix(MANIFEST)}.tmp-" for name in manifests if not folder_of(save / name)]
+    left = [name for name in beside if not name.startswith(tuple(damaged))]  # what a damaged one may name is kept
     return [*left, *(name for name, _ in objects_of("s3").unfinished(str(save.path)))]
 
 
-def json_of(path: Location) -> dict[str, str]:
-    """Return a manifest."""
-    return path.json()
+def folder_of(manifest: Location) -> str:
+    """Return the folder that a manifest names, "" if it is damaged."""
+    try:
+        return str(manifest.json()["folder"])
+    except ValueError:
+        return ""
 
 
 def judged(ended: Ended, save: Location, *said: str) -> Outcome:
@@ -86,7 +91,7 @@ def failing(kind: str, verb: str, times: int = 3) -> Callable[[Path], Outcome]:
 
     def case(folder: Path) -> Outcome:
         with store(folder) as (proxy, save, environ):
-            everywhere = verb in ("list", "uploads")
+            everywhere = verb in ("list", "uploads", "delete")
             in_save = lambda asked: asked.verb == verb and (everywhere or "iter_0000004" in asked.key)  # noqa: E731
             proxy.harms = [Harm(kind, in_save, times)]
             outcome = judged(run_stored(folder, save, environ, restarts=0), save)
@@ -125,8 +130,7 @@ def stored_again(spoil: Callable[[Location], object], *said: str) -> Callable[[P
 
     def case(folder: Path) -> Outcome:
         with store(folder) as (_, save, environ):
-            steps = ("--train-iters", "4")
-            first = run_stored(folder, save, environ, *steps, restarts=0)
+            first = run_stored(folder, save, environ, *FOUR_STEPS, restarts=0)
             newest = folders.latest(save)
             if first.status or newest is None:
                 return verdict(False, first)
@@ -159,7 +163,7 @@ def unconditional_elastic(folder: Path) -> Outcome:
 def clock_far_off(folder: Path) -> Outcome:
     """The clock of the second start is a day behind that of the first: a lease compares none."""
     with store(folder) as (_, save, environ):
-        first = run_stored(folder, save, environ, "--train-iters", "4", restarts=0)
+        first = run_stored(folder, save, environ, *FOUR_STEPS, restarts=0)
         second = run_stored(folder, save, {**environ, "MEGAPAR_TEST_CLOCK": "-86400"}, restarts=0)
         return judged(second, save) if first.status == 0 else verdict(False, first)
 
@@ -179,8 +183,8 @@ def lease_lost(folder: Path) -> Outcome:
     with store(folder) as (proxy, save, environ):
 
         def take(asked: Asked) -> None:
-            if asked.verb == "put" and "iter_0000004" in asked.key and "9.json" not in (save / "owner").list():
-                overwrite(save / "owner" / "9.json", b"{}")
+            if asked.verb == "put" and "iter_0000004" in asked.key:
+                objects_of("s3").put(f"{save.path}/owner/9.json", b"{}")
 
         proxy.watch = take
         ended = run_stored(folder, save, environ, restarts=0)

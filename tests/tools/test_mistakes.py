@@ -393,9 +393,7 @@ def test_paths_in_object_stores_are_refused_in_one_sentence(flags: list[str]) ->
 @pytest.mark.parametrize(
     "words",
     [
-        ["convert", "hf-to-megapar", "s3://bucket/x", "run/checkpoints"],
         ["data", "prepare", "--input", "corpus.jsonl", "--tokenizer-model", "t.model", "--output=s3://bucket/x"],
-        ["report", "kept/checkpoints", "--output", "gs://bucket/x.html"],
         ["launch", "--log-dir", "s3://bucket/logs", "pretrain_moe.py"],
     ],
 )
@@ -429,6 +427,21 @@ def test_stores_are_looked_at_by_their_form(flags: list[str], part: str, monkeyp
     assert part in said
     assert bool(part) is bool(said)
     assert "secret" not in said
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["convert", "hf-to-megapar", "s3://me:secret@b/x", "made"],
+        ["report", "s3://me:secret@b/x"],
+        ["report", "kept/checkpoints", "--output", "s3://me:secret@b/x.html"],
+    ],
+)
+def test_commands_refuse_secrets_of_stores(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert status_of(words) == 2
+    said = capsys.readouterr().err
+    assert "secret" not in said
+    assert "***@b/x contains a user or a password" in said or "kept/checkpoints" in said
 
 
 def test_a_file_uri_is_its_path() -> None:

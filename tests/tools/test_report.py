@@ -32,6 +32,7 @@ from megapar.tools.run_page.plan_comparison import plan_of, planned_parts
 from megapar.training.loop.callbacks import Profile
 from megapar.training.reports.monitor import _percentiles
 from megapar.training.reports.run_facts import NAME, _earlier_starts, write_facts
+from tests.support.stores import copied, in_objects
 from tests.support.training import run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -329,6 +330,15 @@ def test_losses_and_accuracies_of_tasks_are_in_figures_of_their_own() -> None:
     drawn = {figure.title: figure for figure in panels([run_folder.RunFolder("run", records, {}, [], {})], LOSSES)}
     assert [curve["name"] for curve in drawn["Losses of tasks"].body["curves"]] == ["distance", "order"]
     assert [curve["points"] for curve in drawn["Accuracy of tasks"].body["curves"]] == [[(1, 50.0), (2, 50.0)]]
+
+
+def test_a_run_in_an_object_store_has_its_page_there(finished: Path) -> None:
+    run = in_objects()
+    copied(finished, run)
+    assert main(["report", str(run)]) == 0
+    page = (run / "report.html").content(MOST_BYTES).decode()
+    assert "megapar: store" in page
+    assert figures(page) == figures((finished / "report.html").read_text())
 
 
 def test_runs_of_one_name_are_told_apart() -> None:

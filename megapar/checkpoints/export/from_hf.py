@@ -69,7 +69,7 @@ def refuse_foreign(source: Location) -> None:
         raise CheckpointError(f"{source} is {foreign}. {FOREIGN_FIX}")
 
 
-def published(source: Path) -> tuple[PublishedArchitecture, ModelSizes]:
+def published(source: Place) -> tuple[PublishedArchitecture, ModelSizes]:
     """Return class and sizes of a Hugging Face folder. Raises CheckpointError, or ConfigError for impossible sizes."""
     try:
         config = read_config(source)
@@ -86,16 +86,16 @@ def published(source: Path) -> tuple[PublishedArchitecture, ModelSizes]:
     return architecture, replace(sizes, **absent)
 
 
-def hf_to_megapar(source: str | os.PathLike[str], out: Place) -> Converted:
+def hf_to_megapar(source: Place, out: Place) -> Converted:
     """Convert a Hugging Face folder to a checkpoint, which ``--load OUT`` reads on any layout.
 
     Weights become fp32 master weights, which is exact for bf16 and fp16. OUT/hf contains config.json, the tokenizer,
     the dtype of every tensor, and the tensors that the model has no place for, so that the conversion back reproduces
     the folder. OUT appears when it is complete. Raises CheckpointError.
     """
-    source, out = Path(source), at(out)
-    refuse_foreign(at(source))
-    beside = files_beside(at(source), lambda name: PurePath(name).suffix in _LEFT or name == INDEX_FILE)
+    source, out = at(source), at(out)
+    refuse_foreign(source)
+    beside = files_beside(source, lambda name: PurePath(name).suffix in _LEFT or name == INDEX_FILE)
     architecture, sizes = published(source)
     weights = HfFolder(source)
     table = table_of(sizes)

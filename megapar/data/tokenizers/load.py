@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import uuid
 from pathlib import Path
 
-from megapar.data.cache import cache_folder
 from megapar.data.tokenizers.tokenizer import MockTokenizer, NoTokenizer, Tokenizer
 from megapar.errors import CheckpointError, DataError
-from megapar.files.disk import put
 from megapar.files.location import Place, at, read_locally, written_locally
-from megapar.files.paths import path_part
 from megapar.files.tokenizer_files import FACTS, FOLDER, foreign_tokenizer, stored_fingerprint
 
 
@@ -87,20 +83,6 @@ def _write(tokenizer: Tokenizer, folder: Path) -> None:
         (folder / "tokenizer.model").write_bytes(model)
     else:
         tokenizer.save_hf(folder)
-
-
-def fetched_tokenizer(root: Place) -> Path | None:
-    """Return a copy in the cache of the tokenizer that ``store_tokenizer`` wrote to a store, or None without one."""
-    folder = at(root) / FOLDER
-    if (fingerprint := stored_fingerprint(folder)) is None:
-        return None
-    copy = cache_folder() / "tokenizers" / path_part(fingerprint)
-    if not copy.is_dir():
-        aside = copy.with_name(f".{copy.name}.{uuid.uuid4().hex}")
-        with read_locally(folder) as path:
-            shutil.copytree(path, aside)
-        put(aside, copy)
-    return copy
 
 
 def load_stored_tokenizer(root: Place) -> Tokenizer | None:

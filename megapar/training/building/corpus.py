@@ -17,15 +17,16 @@ from megapar.core.context_parallel.positions import SequenceLayout, choose_layou
 from megapar.data import corpus
 from megapar.data.batches import Collate, Loader, pinned
 from megapar.data.corpus import Corpus
-from megapar.data.fetched import fetched
+from megapar.data.fetched import fetched, fetched_tokenizer
 from megapar.data.own_data import CheckedPieces, OwnData
 from megapar.data.reduced_batch import context_parallel_collate, unpadded_collate
 from megapar.data.sample_maker import Packing
 from megapar.data.sampling.skipping import Range, Skipping
 from megapar.data.tasks.build import TaskData
 from megapar.data.text.source import MOCK, PYTHON
-from megapar.data.tokenizers.load import fetched_tokenizer
 from megapar.errors import Complaint, ConfigError
+from megapar.files.location import at
+from megapar.files.tokenizer_files import FOLDER
 from megapar.files.uri import is_stored
 from megapar.launch_environment import starts_before
 from megapar.training.building.ampipe_degree import make_slicing
@@ -64,12 +65,14 @@ def make_corpus(config: Config) -> Corpus:
 
 
 def _stored_tokenizer(config: Config) -> str | None:
-    """Return the tokenizer next to the checkpoints in an object store, from which only a start of ranks reads.
+    """Return the tokenizer beside checkpoints or a model in an object store, from which only a start of ranks reads.
 
     Of those on a disk, the configuration names it (``apply_stored_tokenizer``).
     """
-    found = (fetched_tokenizer(root) for root in _stores(config, config.checkpoint.load))
-    return next((str(folder) for folder in found if folder is not None), None)
+    places = [at(root) / FOLDER for root in _stores(config, config.checkpoint.load)]
+    if (published := config.checkpoint.load_hf) and is_stored(published):
+        places.append(at(published))
+    return next((found for place in places if (found := fetched_tokenizer(place)) is not None), None)
 
 
 def _stores(config: Config, load: str | None) -> list[str]:

@@ -46,7 +46,7 @@ from megapar.training.step.job import Job
 from tests.model import small
 from tests.support.damage import flip_bit
 from tests.support.ranks import run_ranks
-from tests.support.stores import names
+from tests.support.stores import copied, in_objects, names
 
 SIZES = {
     "vocab_size": 67,
@@ -482,6 +482,20 @@ def test_the_command(folders: dict[str, Path], tmp_path: Path, capsys: pytest.Ca
     assert "ids and the model" in capsys.readouterr().err
     assert main(["convert", "megapar-to-hf", str(tmp_path / "nothing"), back + "2"]) == 1
     assert "nothing has no checkpoint" in capsys.readouterr().err
+
+
+def test_a_model_in_an_object_store_is_that_on_a_disk(folders: dict[str, Path], tmp_path: Path) -> None:
+    model, made, back = in_objects(), in_objects(), in_objects()
+    copied(folders["Qwen3Moe"], model)
+    assert main(["convert", "hf-to-megapar", str(model), str(made)]) == 0
+    assert main(["convert", "megapar-to-hf", str(made), str(back)]) == 0
+    assert _tensors(back) == _tensors(folders["Qwen3Moe"])
+    runs = [_run("moe", ["--load-hf", str(place)], tmp_path, 1) for place in (folders["Qwen3Moe"], model)]
+    assert [record.loss for record in runs[0].records] == [record.loss for record in runs[1].records]
+    with pytest.raises(ConfigError, match=f"The sizes of the model are in --load-hf {model}, and --validate-only asks"):
+        parse("moe", ["--load-hf", str(model), "--validate-only"], {})
+    with pytest.raises(ConfigError, match=r"contains no config\.json"):
+        parse("moe", ["--load-hf", str(in_objects())], {})
 
 
 @pytest.mark.parametrize("target", ["/etc/hostname", "../secret.txt"])
