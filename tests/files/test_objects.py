@@ -216,6 +216,7 @@ def excludes(folder: Location) -> bool:
 def test_a_store_that_ignores_conditions_is_found_out(bucket: Location, tmp_path: Path) -> None:
     assert excludes(bucket)
     assert excludes(at(f"memory://{tmp_path.name}"))
+    assert not excludes(at("gs://bucket/runs"))  # heartbeats have no condition there; nothing is asked
     with rclone(tmp_path) as endpoint, asked_at(endpoint):
         other = new_bucket()
         assert not excludes(other)
