@@ -94,5 +94,5 @@ says '^a rank holds'
 step test "$(ls -A)" = "$(printf '%s\n' cache my.jsonl one_rank released runs two_ranks)"
 wait "$s3" || { cat "$work/s3"; echo "wheel: megapar[s3] cannot be installed"; exit 1; }
 wait "$gcs" || { cat "$work/gcs"; echo "wheel: megapar[gcs] cannot be installed"; exit 1; }
-echo "wheel: $(grep -ho 'fsspec-[0-9.]*' "$work/s3" "$work/gcs" | tr '\n' ' ')with the extras s3 and gcs"
+echo "wheel: $(grep -ho 'fsspec-[0-9.]*[0-9]' "$work/s3" "$work/gcs" | sort -u | tr '\n' ' ')with the extras s3 and gcs"
 echo "wheel: $(du -h "$work"/megapar-*.whl | cut -f1), every command runs from it"
