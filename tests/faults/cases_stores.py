@@ -102,8 +102,8 @@ def failing(kind: str, verb: str, times: int = 3) -> Callable[[Path], Outcome]:
     return case
 
 
-def killed_at(when: Callable[[Asked], bool]) -> Callable[[Path], Outcome]:
-    """The rank that writes dies as it asks for something, which the store still does; the launcher starts it again."""
+def killed_at(when: Callable[[Asked], bool], *, reaches: bool = True) -> Callable[[Path], Outcome]:
+    """The rank that writes dies as it asks for something, and is started again. reaches: the store does it before."""
 
     def case(folder: Path) -> Outcome:
         with store(folder) as (proxy, save, environ):
@@ -116,6 +116,8 @@ def killed_at(when: Callable[[Asked], bool]) -> Callable[[Path], Outcome]:
                     process = (save / "owner" / f"{max(epochs_of(save))}.json").json()["process"]
                     os.kill(int(process["pid"]), signal.SIGKILL)
                     killed.append(process["pid"])
+                    if not reaches:
+                        raise ConnectionAbortedError
 
             proxy.watch = kill
             outcome = judged(run_stored(folder, save, environ), save)
@@ -197,7 +199,8 @@ def unreachable(folder: Path) -> Outcome:
     with store(folder) as (proxy, save, environ):
         proxy.harms = [Harm("503", lambda asked: True, times=10**6)]
         ended = run_stored(folder, save, environ, restarts=0)
-        return verdict(ended.status != 0 and f"--save {save} cannot be written" in ended.output, ended)
+        named = f"{save}/tokenizer: cannot be read: " in ended.output and "(9 attempts)" in ended.output
+        return verdict(ended.status != 0 and named, ended)
 
 
 def cases() -> Iterator[tuple[str, Callable[[Path], Outcome]]]:
@@ -214,6 +217,7 @@ def cases() -> Iterator[tuple[str, Callable[[Path], Outcome]]]:
     yield "store: kill at a shard", killed_at(of("put", "shard-00000"))
     yield "store: kill at the layout", killed_at(of("put", "layout.json"))
     yield "store: kill at the names of a folder", killed_at(of("put", ".published"))
+    yield "store: kill before the manifest", killed_at(of("put", f"0004{MANIFEST}"), reaches=False)
     yield "store: kill at the manifest", killed_at(of("put", f"0004{MANIFEST}"))
     yield "store: kill at latest", killed_at(of("put", "latest"))
     yield "store: manifest cut", stored_again(cut, "the manifest is damaged", "taking iter_0000002 instead")
