@@ -19,6 +19,7 @@ from megapar import trainer
 from megapar.arguments import parse_or_exit
 from megapar.checkpoints.format import shards
 from megapar.checkpoints.format.names import LAYOUT_FILE
+from megapar.checkpoints.ownership import owner
 from megapar.checkpoints.save_load import collective_io, folder, storage
 from megapar.core.device.base import Device
 from megapar.errors import DataError
@@ -125,6 +126,7 @@ if __name__ == "__main__":
     watch_steps()
     if os.environ.get("MEGAPAR_TEST_IMPATIENT"):  # of what a store does not answer
         objects.PAUSE_SECONDS, objects.STALL_SECONDS = 0.01, 2.0
+        owner.STORE_BEAT_SECONDS = 0.5
     if ahead := float(os.environ.get("MEGAPAR_TEST_CLOCK", "0")):
         right = time.time
         time.time = lambda: right() + ahead
