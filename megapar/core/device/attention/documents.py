@@ -67,7 +67,7 @@ def packed_attention_by_document(
 
 
 def are_long(mask: AttentionMask, least: int) -> bool:
-    """Return True if each document is one call: none is shorter than ``least`` (0: never), all are causal."""
+    """Return True if each document is a call by itself: none is shorter than ``least`` (0: never), all are causal."""
     return least > 0 and mask.causal and mask.window is None and min(mask.document_lengths) >= least
 
 
