@@ -100,7 +100,7 @@ class _Swiglu(torch.autograd.Function):
 
 
 class BiasedGelu(torch.autograd.Function):
-    """Gelu of x [.., F], and the gradient of the bias [F] that is in x, by one kernel."""
+    """Gelu of x [.., F], and the gradient of the bias [F] that is in x, by one operator."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ class BiasedGelu(torch.autograd.Function):
 
 
 class DroppedSumNorm(torch.autograd.Function):
-    """layer_norm(x + dropout(y)), x [.., H], and the gradient of the bias [H] that is in y, by one kernel.
+    """layer_norm(x + dropout(y)), x [.., H], and the gradient of the bias [H] that is in y, by one operator.
 
     All have one dtype and are ``in_one_kernel``, with at most ``triton_operators.MOST_NORMED`` features.
     """
