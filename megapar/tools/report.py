@@ -98,8 +98,8 @@ def _page_of_one(run: RunFolder) -> str:
         PageSection("Configuration", html=tables.configuration(run.facts)),
         PageSection("Environment", html=tables.environment(run.facts)),
     ]
-    head = tables.tiles(run) + tables.restarts(run)
-    return document(f"megapar: {run.name}", head, sections, run.restarts)
+    head = tables.tiles(run) + tables.restarts(run) + tables.phases(run)
+    return document(f"megapar: {run.name}", head, sections, run.marks)
 
 
 def _page_of_several(runs: Sequence[RunFolder]) -> str:

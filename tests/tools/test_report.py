@@ -29,6 +29,7 @@ from megapar.tools.run_page import run_folder
 from megapar.tools.run_page.curve_sections import LOSSES, panels
 from megapar.tools.run_page.document import SCRIPTS, own_file
 from megapar.tools.run_page.plan_comparison import plan_of, planned_parts
+from megapar.tools.run_page.tables import phases
 from megapar.training.loop.callbacks import Profile
 from megapar.training.reports.monitor import _percentiles
 from megapar.training.reports.run_facts import NAME, _earlier_starts, write_facts
@@ -278,6 +279,12 @@ def test_resumes_are_kept_and_layout_changes_told_apart(tmp_path: Path) -> None:
     run = run_folder.RunFolder("run", [], {"starts": starts}, [], {})
     assert [(start.iteration, start.changed) for start in run.restarts] == [(5, False), (9, True)]
     assert run.restarts[1].layout == "2 ranks: dp 2"
+    given = {"data_phases": "0: a=1; 24 samples: a=1,b=2; 9 iterations: b=1", "seq_length": 16, "global_batch_size": 4}
+    configuration = {name: {"value": value} for name, value in given.items()}
+    planned = run_folder.RunFolder("run", [], {"starts": starts, "configuration": configuration}, [], {})
+    assert planned.marks == [(5, "resume"), (9, "layout"), (7, "phase"), (10, "phase")]
+    assert "begins: iteration 7, 10." in phases(planned)
+    assert phases(run) == ""
 
 
 def test_facts_that_do_not_fit_on_the_disk_leave_those_of_the_starts_before(tmp_path: Path) -> None:

@@ -196,6 +196,6 @@ def restore_scalars(
 
 
 def _check_schedule(folder: Location, saved: Mapping[str, Any], now: Mapping[str, Any], options: LoadOptions) -> None:
-    other = another_schedule(saved["schedule"], now, saved["optimizer_steps"])
+    other = another_schedule(saved["schedule"], now, saved["iteration"])
     if other is not None and not options.override_schedule:
         raise CheckpointMismatchError(f"{folder} was trained on another learning-rate schedule: {other[0]}. {other[1]}")

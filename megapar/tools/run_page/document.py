@@ -18,7 +18,6 @@ from typing import Any
 
 from megapar.core.units import Json
 from megapar.tools.run_page.figures import Figure, thinned
-from megapar.tools.run_page.run_folder import Restart
 
 POINTS = 10000  # of all curves of a page, which keeps it below 1.5 MB
 MOST_POINTS, LEAST_POINTS = 600, 40  # of a curve
@@ -38,13 +37,13 @@ class PageSection:
     html: str = ""
 
 
-def document(title: str, head: str, sections: Sequence[PageSection], restarts: Sequence[Restart] = ()) -> str:
+def document(title: str, head: str, sections: Sequence[PageSection], marks: Sequence[tuple[int, str]] = ()) -> str:
     """Return the document.
 
     Args:
         head: HTML under the title.
         sections: Its parts; those without content are left out.
-        restarts: Iterations that figures of curves mark.
+        marks: Iterations that figures of curves mark, each with ``resume``, ``layout`` or ``phase``.
     """
     filled = [section for section in sections if section.figures or section.html]
     numbers = iter(range(sum(len(section.figures) for section in filled)))
@@ -52,8 +51,7 @@ def document(title: str, head: str, sections: Sequence[PageSection], restarts: S
         f"<section><h2>{escape(section.title)}</h2>{_grid(section.figures, numbers)}{section.html}</section>"
         for section in filled
     )
-    marks = [(start.iteration, start.changed) for start in restarts]
-    data = {"figures": _drawable([figure for section in filled for figure in section.figures]), "restarts": marks}
+    data = {"figures": _drawable([figure for section in filled for figure in section.figures]), "marks": list(marks)}
     scripts = [own_file(name) for name in SCRIPTS]
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8">{_policy(scripts)}'

@@ -3,7 +3,7 @@
 // document only as the text of a node, never as HTML.
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
-  const INK = "#0f172a", SOFT = "#64748b", LINE = "#e2e8f0", LAYOUT = "#ea580c";
+  const INK = "#0f172a", SOFT = "#64748b", LINE = "#e2e8f0", MARKS = { resume: SOFT, layout: "#ea580c", phase: "#9333ea" };
   const FONT = getComputedStyle(document.body).fontFamily;
   const text = { color: SOFT, fontSize: 11 };
 
@@ -92,8 +92,8 @@
         step: curve.steps ? "end" : false, showSymbol: !!curve.dots || alone, symbolSize: 6 });
     }
     series[0].markLine = { silent: true, symbol: "none", animation: false, label: { show: false },
-      data: data.restarts.filter(([x]) => x > first && x <= last).map(([x, changed]) => ({ xAxis: x,
-        lineStyle: { color: changed ? LAYOUT : SOFT, type: [4, 4], width: 1, opacity: 0.9 } })) };
+      data: data.marks.filter(([x]) => x > first && x <= last).map(([x, kind]) => ({ xAxis: x,
+        lineStyle: { color: MARKS[kind], type: [4, 4], width: 1, opacity: 0.9 } })) };
     const { top, legend } = key(drawn.length > 1 ? drawn.map((curve) => curve.name) : [], place);
     return {
       legend, toolbox,

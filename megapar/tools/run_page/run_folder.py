@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 from megapar.errors import Complaint, ConfigError
 from megapar.files.regular_file import read_json
+from megapar.schema.batch_size import BatchSize
+from megapar.schema.phase_plan import PhaseSpan, parse_phases, plan_phases
 from megapar.schema.rule import either
 
 _MAX_JSON_BYTES = 1 << 30  # enough for a trace
@@ -58,6 +60,21 @@ class RunFolder:
             Restart(int(start["iteration"]), str(start["time"]), layout, layout != before)
             for start, layout, before in zip(starts[1:], layouts[1:], layouts, strict=False)
         )
+
+    @cached_property
+    def phases(self) -> tuple[PhaseSpan, ...]:
+        """The phases of the data after the first one, by the configuration of the last start."""
+        given = {name: entry["value"] for name, entry in self.facts.get("configuration", {}).items()}
+        if not given.get("data_phases"):
+            return ()
+        batch = BatchSize(given["global_batch_size"], *(given.get("rampup_batch_size") or ()))
+        return plan_phases(parse_phases(given["data_phases"]), given["seq_length"], batch).spans[1:]
+
+    @property
+    def marks(self) -> list[tuple[int, str]]:
+        """The iterations that charts mark, and what begins there: ``resume``, ``layout`` or ``phase``."""
+        starts = [(start.iteration, "layout" if start.changed else "resume") for start in self.restarts]
+        return [*starts, *((span.first_step + 1, "phase") for span in self.phases)]
 
 
 def read_run(folder: Path, name: str) -> RunFolder:

@@ -88,6 +88,12 @@ def restarts(run: RunFolder) -> str:
     return f"{said}<table>{head}{rows}</table>" if rows else ""
 
 
+def phases(run: RunFolder) -> str:
+    """Return where the phases of a run's data begin; "" with a single one."""
+    places = ", ".join(f"{span.first_step + 1:,}" for span in run.phases)
+    return f"<p>Violet lines mark where a phase of the data begins: iteration {places}.</p>" if places else ""
+
+
 def ranks(facts: Mapping[str, Any]) -> str:
     """Return a table of all ranks: rows are replicas and pipeline stages, columns the axes within a stage."""
     if not facts or facts["world_size"] == 1:

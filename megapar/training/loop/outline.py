@@ -81,7 +81,7 @@ def _check_saved(config: Config, sizes: ModelSizes) -> str:
     steps_known = not config.training.train_epochs or config.origins["train_iters"] == "derived"
     trained = None if weights_only or saved.no_load_optim or not steps_known else stored_schedule(folder)
     if trained is not None and not config.optimizer.override_opt_param_scheduler:
-        steps = stored_scalars(folder).get("optimizer_steps")
+        steps = stored_scalars(folder).get("iteration")
         other = another_schedule(trained, schedule_of(config), steps if isinstance(steps, int) else 0)
         if other is not None:
             message = f"--load {saved.load}: {folder.name} was trained on another learning-rate schedule: {other[0]}."

@@ -252,7 +252,8 @@ def another_schedule(saved: Mapping[str, Any], now: Mapping[str, Any], steps: in
     """Return (the differences of a checkpoint's schedule, what to do), in terms of flags. None if they are equal.
 
     Both arguments are as ``schedule_of`` returns them. A field that an old checkpoint does not contain had its
-    default. Fields that the style does not use are not compared, nor are phases that begin after the ``steps`` done.
+    default. Fields that the style does not use are not compared, nor are phases that begin after the ``steps`` done,
+    with those whose update was skipped.
     """
     before, now = ({**side, "targets": _begun(side, steps)} for side in ({**_DEFAULTS, **saved}, {**_DEFAULTS, **now}))
     styles = {before.get("style"), now["style"]}

@@ -64,6 +64,7 @@ def test_only_phases_that_have_begun_are_the_schedule_of_a_checkpoint() -> None:
     changed = another_schedule(planned.to_dict(), longer.to_dict(), 21)
     assert changed is not None
     assert changed[0] == "the lr of the phases so far is 20-40 to 0.4 linear there and 20-60 to 0.4 linear here"
+    assert another_schedule(planned.to_dict(), longer.to_dict(), 20) is None
     assert another_schedule({**planned.to_dict(), "targets": "nonsense"}, planned.to_dict(), 30) is not None
 
 
