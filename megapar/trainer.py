@@ -33,6 +33,7 @@ from megapar.core.device.pick import pick
 from megapar.core.recompute.adaptive import Adaptive
 from megapar.data.batches import Loader
 from megapar.data.corpus import Corpus
+from megapar.data.eval_tasks import OF_TASK
 from megapar.data.own_data import OwnData
 from megapar.data.sampling.skipping import effective, merged, parse_range, sample_at
 from megapar.data.tokenizers.load import store_tokenizer
@@ -70,6 +71,7 @@ from megapar.training.step.observer import StepObserver
 from megapar.training.step.progress import Progress
 from megapar.training.step.result import StepResult
 from megapar.training.step.schedules import make_learning_rate, make_weight_decay, schedule_of
+from megapar.training.step.score_tasks import score_tasks
 from megapar.training.step.step_guard import StepGuard
 from megapar.training.step.update_norms import UpdateNorms
 
@@ -567,7 +569,10 @@ class Trainer:
             self.job.sharding.wait()
         section = self.watch.section("evaluation", f"after step {self.progress.iteration}")
         with self.world.uncounted(), self.monitor.paused(), section:
-            self._evaluation = evaluate(self.config, self.job, heldout, self.collate, self.objective)
+            sizes = self.corpus.token_bytes if self.config.model.causal else None
+            means = evaluate(self.config, self.job, heldout, self.collate, self.objective, sizes)
+            scores = score_tasks(self.config, self.job, self.corpus.eval_tasks, self.collate)
+        self._evaluation = means | {f"{OF_TASK}{name}": score for name, score in scores.items()}
         return self._evaluation
 
     def _load(self) -> Loaded | None:

@@ -36,6 +36,7 @@ from megapar.files.data_files import (
 )
 from megapar.files.paths import is_url, near_path
 from megapar.files.regular_file import read_json
+from megapar.files.task_file import named_tasks, read_tasks
 from megapar.files.token_index import check_corpus
 
 NAMED_DATA = ("builtin", "mock")
@@ -86,6 +87,18 @@ def check_knowledge(name: str, path: Path) -> Iterator[Complaint]:
             return
     if not any(line.strip() for line in lines):
         yield Complaint("file", f"{spelling} {path} contains no entries.", "Write one entry per line.")
+
+
+def check_tasks(words: Sequence[str]) -> Iterator[Complaint]:
+    """Yield a complaint about each file of --eval-tasks: its first bad record."""
+    for _, path in named_tasks(words):
+        if not Path(path).is_file():
+            yield missing("eval_tasks", path)
+            continue
+        try:
+            read_tasks(path)
+        except DataError as error:
+            yield Complaint("record", f"--eval-tasks {error}.", "Repair or remove the line (docs/data.md).")
 
 
 def missing(name: str, path: str) -> Complaint:

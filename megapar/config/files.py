@@ -23,7 +23,7 @@ from megapar.checkpoints.format.names import (
     saved_iterations,
     stored_scalars,
 )
-from megapar.config.check_data import check_data, check_knowledge, missing
+from megapar.config.check_data import check_data, check_knowledge, check_tasks, missing
 from megapar.config.config import FLAGS
 from megapar.config.draft import Draft
 from megapar.config.run import METRICS_OFF, SFT
@@ -63,6 +63,7 @@ def check_files(values: Mapping[str, Any]) -> Iterator[Complaint]:
     for name in ("phrase_file", "entity_file", "triples_file"):
         if values.get(name) and Path(values[name]).is_file():
             yield from check_knowledge(name, Path(values[name]))
+    yield from check_tasks(values.get("eval_tasks") or ())
     if values.get("tokenizer_model"):
         no_tokenizer = list(_tokenizer(Path(values["tokenizer_model"])))
         yield from no_tokenizer or check_vocabulary(values)

@@ -47,6 +47,16 @@ class DataOptions:
         named=True,
         store=True,
     )
+    eval_tasks: tuple[str, ...] = flag(
+        (),
+        "tasks that evaluations score: JSONL files of {context, choices, gold} or {context, completion}, each perhaps "
+        "with a name (NAME=FILE) in place of the file's",
+        path=True,
+        models=MOE,
+        named=True,
+        role=roles.EVALUATES,
+        undrawn="it needs text and a tokenizer; tests/equivalence/test_eval_tasks.py compares its layouts",
+    )
     data_phases: str | None = flag(
         None,
         "phases of the named sources of --data-path, separated by semicolons: where each begins, the weights of its "

@@ -14,6 +14,7 @@ from megapar.data.blend import BlendSource, open_blend, open_stores
 from megapar.data.cache import hash_parts, make_once
 from megapar.data.chat.chat_encoder import chat_tokenizer
 from megapar.data.conversation_blend import ChatOptions, PackedBlend, open_conversations
+from megapar.data.eval_tasks import EvalTask
 from megapar.data.sample_maker import Content, DecoderSampleMaker, ErnieSampleMaker, MadeSamples, Maker, Packing
 from megapar.data.sampling.data_phases import PhasedSamples, Phases
 from megapar.data.sampling.ernie import SHORTEST_SEQUENCE
@@ -22,6 +23,7 @@ from megapar.data.tasks.build import TaskData
 from megapar.data.text.chunks import BadRecords
 from megapar.data.text.hf_dataset import open_dataset
 from megapar.data.text.source import MOCK, all_documents, sources_hash
+from megapar.data.token_bytes import TokenBytes, token_bytes
 from megapar.data.tokenizers.load import load_tokenizer
 from megapar.data.tokenizers.tokenizer import MockTokenizer, NoTokenizer, Tokenizer
 from megapar.data.tokens.split import Split, TrainHeldout
@@ -44,6 +46,7 @@ class Corpus(MadeSamples):
         vocab_size: Rows of the embedding, at least tokenizer.size.
         stores: The tokens that samples are cut from; None for random tokens, a streamed dataset, and conversations.
         conversations: The sources of conversations and their packs; None for other data.
+        eval_tasks: Tasks that evaluations score.
         notes: Messages for the log, such as records that were skipped.
     """
 
@@ -52,6 +55,7 @@ class Corpus(MadeSamples):
     collate: Collate
     stores: TrainHeldout[StoreBlend] | None = None
     conversations: TrainHeldout[PackedBlend] | None = None
+    eval_tasks: tuple[EvalTask, ...] = ()
     notes: tuple[str, ...] = ()
 
     def chat_facts(self) -> dict[str, str]:
@@ -81,6 +85,11 @@ class Corpus(MadeSamples):
     def evaluation_sets(self) -> Mapping[str, Samples]:
         """Held-out samples by the name of their set, "" if the sets have no names; none if nothing is held out."""
         return self.heldout_sets or ({} if self.heldout is None else {"": self.heldout})
+
+    @cached_property
+    def token_bytes(self) -> TokenBytes | None:
+        """The bytes of text that ids are for; None without a tokenizer of text."""
+        return token_bytes(self.tokenizer, self.vocab_size)
 
     @cached_property
     def source_end(self) -> tuple[int, str] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from megapar.files.data_files import NUMBER, blend_of, split_name
+from megapar.files.task_file import named_tasks
 from megapar.schema.batch_size import BatchSize
 from megapar.schema.flag import MOE
 from megapar.schema.phase_plan import parse_phases, plan_phases
@@ -24,6 +25,11 @@ def _blends(f: Facts) -> bool:
         except ValueError:
             return False
     return True
+
+
+def _tasks_apart(f: Facts) -> bool:
+    names = [name for name, _ in named_tasks(f.eval_tasks)]
+    return len(set(names)) == len(names)
 
 
 def _split(f: Facts) -> bool:
@@ -181,6 +187,35 @@ RULES: tuple[Rule, ...] = (
         fix="Leave the weights out, or the names for the loss of the mixture.",
         passing="--eval-data-path a=a.jsonl b=b.jsonl",
         failing="--eval-data-path 2 a=a.jsonl 1 b=b.jsonl",
+    ),
+    _row(
+        id="eval-tasks-interval",
+        reads=("eval_tasks", "eval_interval"),
+        when=lambda f: bool(f.eval_tasks),
+        requires=lambda f: f.eval_interval > 0,
+        message="--eval-tasks are scored by evaluations, which --eval-interval 0 turns off",
+        fix="Set --eval-interval, or leave --eval-tasks out.",
+        passing="--eval-tasks arc.jsonl",
+        failing="--eval-tasks arc.jsonl --eval-interval 0",
+    ),
+    _row(
+        id="eval-tasks-names",
+        reads=("eval_tasks",),
+        requires=_tasks_apart,
+        message="two tasks of --eval-tasks have one name",
+        fix="Give names: --eval-tasks easy=a/arc.jsonl hard=b/arc.jsonl.",
+        passing="--eval-tasks easy=a/arc.jsonl hard=b/arc.jsonl",
+        failing="--eval-tasks a/arc.jsonl b/arc.jsonl",
+    ),
+    _row(
+        id="eval-tasks-tokenizer",
+        reads=("eval_tasks", "data_path", "tokenizer_model"),
+        when=lambda f: bool(f.eval_tasks) and "mock" in f.data_path,
+        requires=lambda f: f.tokenizer_model is not None,
+        message="--eval-tasks are text, and --data-path mock has no tokenizer of text",
+        fix="Set --tokenizer-model.",
+        passing="--eval-tasks arc.jsonl --data-path mock --tokenizer-model tokenizers/llama",
+        failing="--eval-tasks arc.jsonl --data-path mock",
     ),
     _row(
         id="phases-sources",

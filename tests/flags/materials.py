@@ -35,6 +35,7 @@ def make(folder: Path) -> None:
         {**talk, "text": " ".join(one["content"] for one in talk["messages"])} for talk in conversations(8, words=4)
     )
     (folder / "chat.jsonl").write_text("".join(json.dumps(talk) + "\n" for talk in talks))
+    (folder / "quiz.jsonl").write_text(json.dumps({"context": "a", "completion": " b"}))
     (folder / "dated.jinja").write_text("{{ strftime_now('%d %B %Y') }}" + CHATML)
     save_tokenizer(folder / "chat_tokenizer")
     _runs(folder)

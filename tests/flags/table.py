@@ -245,6 +245,9 @@ TOGETHER: Mapping[str, Shown] = {
     "data_path": Shown(base={"vocab_size": 400}, value=("{text.jsonl}",)),
     "text_field": Shown(base=TEXT, value="title"),
     "eval_data_path": Shown(base={**TEXT, "eval_interval": 1}, value=("{other.jsonl}",)),
+    "eval_tasks": Shown(
+        base={**TEXT, "eval_interval": 1, "tokenizer_model": "{tokenizer.model}"}, value=("{quiz.jsonl}",)
+    ),
     "data_phases": Shown(
         base={**TEXT, "data_path": ("a={text.jsonl}",)}, value="0: a=1; 1 iterations: a=1 seq-length=8"
     ),

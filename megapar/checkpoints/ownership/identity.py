@@ -47,7 +47,7 @@ _GROUPS = (
 )
 _LEFT_OUT = (
     "seed", "seq_length", "split", "data_phases", "override_data", "override_opt_param_scheduler",  # compared elsewhere
-    "train_iters", "eval_interval", "eval_iters", "distributed_timeout_minutes",  # of one start only
+    "train_iters", "eval_interval", "eval_iters", "eval_tasks", "distributed_timeout_minutes",  # of one start only
     "moe_dispatch", "ranks_per_node", "moe_rebalance_interval",
 )
 # fmt: on

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -24,6 +25,8 @@ _USUAL_NAMES = {
     "sep": ("[SEP]", "<sep>"),
     "mask": ("[MASK]", "<mask>", "<mask:0>"),
 }
+_SPACE = "▁"
+_BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
 
 
 class HuggingFaceTokenizer:
@@ -95,6 +98,31 @@ class HuggingFaceTokenizer:
         for token, i in self.vocabulary.items():
             tokens[i] = token
         return WordMarks(*(np.array(marks) for marks in zip(*_marks(tokens), strict=True)))
+
+    @cached_property
+    def piece_bytes(self) -> np.ndarray | None:
+        """See Tokenizer. Known for byte-level pieces, and for those of sentencepiece, by the decoder."""
+        if self._fast is None:
+            return None
+        state = json.loads(self._fast.to_str())
+        decoder = state.get("decoder") or {}
+        steps = {step.get("type"): step for step in decoder.get("decoders") or [decoder]}
+        byte_level, spaces = "ByteLevel" in steps, [step for step in steps.values() if _is_space(step)]
+        if not byte_level and not spaces:
+            return None
+        added = {token["id"] for token in state.get("added_tokens") or ()}
+        special = self.special.ids | set(self.special_ids.tolist())
+        sizes = np.zeros(self.size, dtype=np.int64)
+        for token, i in self.vocabulary.items():
+            if i in special:
+                continue
+            if byte_level and i not in added:  # each of its characters is for a byte
+                sizes[i] = len(token)
+            elif "ByteFallback" in steps and _BYTE.fullmatch(token):
+                sizes[i] = 1
+            else:
+                sizes[i] = len((token if i in added else token.replace(_SPACE, " ")).encode())
+        return sizes
 
     @property
     def merges_or_scores(self) -> list[list[Any]] | None:
@@ -182,6 +210,12 @@ class HuggingFaceTokenizer:
 
     def save_hf(self, folder: str | Path) -> None:
         self._inner.save_pretrained(str(folder))
+
+
+def _is_space(step: Mapping[str, Any]) -> bool:
+    """Return True for a step of a decoder that makes the mark of sentencepiece a space."""
+    replaced = step.get("pattern") or {}
+    return _SPACE in (step.get("replacement"), replaced.get("String") if isinstance(replaced, dict) else None)
 
 
 def _marks(tokens: Sequence[str]) -> list[tuple[bool, bool]]:

@@ -81,6 +81,10 @@ class Tokenizer(Protocol):
     def word_marks(self) -> WordMarks:
         """The ids at which words begin and end."""
 
+    @property
+    def piece_bytes(self) -> np.ndarray | None:
+        """[size] int64: the UTF-8 bytes of the text that each id is for, 0 for special tokens; None if not known."""
+
     def encode(self, text: str) -> list[int]:
         """Return the ids of one text."""
 
@@ -104,6 +108,7 @@ class _EveryIdIsAWord:
     """A tokenizer of data without text. Its first ids may be special tokens."""
 
     special = SpecialTokens()
+    piece_bytes = None
 
     def __init__(self, size: int) -> None:
         """Take the number of ids."""

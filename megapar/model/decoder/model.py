@@ -40,7 +40,13 @@ from megapar.model.decoder.mtp import Mtp, following, of_next
 from megapar.model.decoder.sizes import DecoderSizes
 from megapar.model.layers.context import Context
 from megapar.model.layers.embedding import TiedWord, drop, own_sequence
-from megapar.model.layers.loss import Terms, check_shard, collect, vocab_parallel_linear_cross_entropy
+from megapar.model.layers.loss import (
+    Terms,
+    check_shard,
+    collect,
+    vocab_parallel_label_scores,
+    vocab_parallel_linear_cross_entropy,
+)
 from megapar.model.layers.norm import make_norm
 from megapar.model.layers.rotary import RotaryEmbedding
 from megapar.model.stack import run_layers
@@ -89,7 +95,13 @@ class LmHead(nn.Module):
 
     x [B, S(/mp), H] / scaling (-> all-gather) @ w [V/mp, H]^T -> logits, in chunks of rows, never kept -> scalar sum
     dgrad: all-reduce (reduce-scatter) over mp of the partial dx; wgrad: dw [V/mp, H], complete on its rank.
+
+    Attributes:
+        scores: None, or a list that the next forward fills with those of the labels, in place of their losses: the
+            log-probabilities, and 1 where another token is likelier, [B, S] each.
     """
+
+    scores: list[Tensor] | None = None
 
     def __init__(self, sizes: DecoderSizes, **options: Unpack[LayerOptions]) -> None:
         super().__init__()
@@ -105,6 +117,13 @@ class LmHead(nn.Module):
         weight after it.
         """
         weight = self._weight(tied)
+        if self.scores is not None:
+            x, labels, _ = inputs[0]
+            found = vocab_parallel_label_scores(
+                self._enter(x).flatten(0, 1), weight, labels.flatten(), vocab_size=self.vocab_size, mp=self.mp
+            )
+            self.scores = [values.view_as(labels) for values in found]
+            return [found[0].new_zeros(()) for _ in inputs]
         return [
             vocab_parallel_linear_cross_entropy(
                 self._enter(x).flatten(0, 1),

@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megapar.core.comm.autograd import all_reduce_
 from megapar.core.comm.axis import Axis
 from megapar.core.device.dtypes import at_least_fp32
 from megapar.core.device.kinds import device_class
@@ -55,6 +57,29 @@ def vocab_parallel_linear_cross_entropy(
     return _VocabParallelLinearCrossEntropy.apply(
         hidden, weight, bias, labels, weights, first_token, mp, chunk, torch.is_grad_enabled()
     )
+
+
+def vocab_parallel_label_scores(
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, vocab_size: int, mp: Axis
+) -> tuple[Tensor, Tensor]:
+    """Return the log-probability of each label, and 1 where another token is likelier, [N] each; 0 without a label.
+
+    Of equally likely tokens the first one counts. The arguments are those of the cross-entropy; no gradients.
+    """
+    first_token, rows = check_shard(weight, vocab_size, mp)
+    held = device_class(hidden.device.type).logits_bytes
+    chunk = rows_at_a_time(hidden.shape[0], rows * at_least_fp32(hidden.dtype).itemsize, held)
+    counted = labels != NO_LOSS
+    tokens, found = labels * counted, list[tuple[Tensor, Tensor]]()
+    for first in range(0, hidden.shape[0], chunk):
+        logits, here = _logits(hidden[first : first + chunk], weight, None), slice(first, first + chunk)
+        own, place = logits.max(-1)
+        peak = all_reduce_(own.clone(), mp, dist.ReduceOp.MAX)
+        place = all_reduce_(torch.where(own == peak, place + first_token, vocab_size), mp, dist.ReduceOp.MIN)
+        log_probs = vocab_parallel_cross_entropy_(logits, tokens[here], first_token, mp, hidden.dtype)[0]
+        found.append((log_probs, (place != tokens[here]).to(log_probs.dtype)))
+    log_probs, misses = (torch.cat(parts) for parts in zip(*found, strict=True))
+    return log_probs * counted, misses * counted
 
 
 def check_shard(weight: Tensor, vocab_size: int, mp: Axis) -> tuple[int, int]:

@@ -55,6 +55,9 @@ class Panel:
 LOSSES = (
     Panel("Loss", {"loss": "training", "eval_loss": "evaluation"}, "nats per token", noisy=True),
     Panel("Loss of each evaluation set", {"eval_sets.": ""}, "nats per token"),
+    Panel("Bits per byte", {"eval_bits_per_byte": "evaluation", "eval_sets_bits_per_byte.": ""}, "bits"),
+    Panel("Scores of tasks", {"eval_scores.": ""}, "share", from_zero=True, entries="(?<!/perplexity)$"),
+    Panel("Perplexity of completions", {"eval_scores.": ""}, entries="/perplexity$"),
     Panel(
         "Terms of the loss",
         {"lm_loss": "next token", "mtp_loss": "multi-token prediction", "sop_loss": "sentence order"},
@@ -142,7 +145,8 @@ def _one_run(run: RunFolder, panel: Panel, metrics: Mapping[str, str]) -> list[C
     drawn: list[Curve] = []
     for metric, name in metrics.items():
         points = values(run.records, metric)
-        color = AXIS_COLORS.get(name.split("/")[0], "") if "/" in name else COLORS[len(drawn) % len(COLORS)]
+        of_axis = "/" in name and not metric.startswith("eval_")
+        color = AXIS_COLORS.get(name.split("/")[0], "") if of_axis else COLORS[len(drawn) % len(COLORS)]
         color = color or COLORS[-1]
         alike = sum(curve.color == color for curve in drawn)
         curve = _curve(panel, metric, name, points, color)

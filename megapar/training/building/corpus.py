@@ -17,6 +17,7 @@ from megapar.core.context_parallel.positions import SequenceLayout, choose_layou
 from megapar.data import corpus
 from megapar.data.batches import Collate, Loader, pinned
 from megapar.data.corpus import Corpus
+from megapar.data.eval_tasks import open_tasks
 from megapar.data.fetched import fetched, fetched_tokenizer
 from megapar.data.own_data import CheckedPieces, OwnData
 from megapar.data.reduced_batch import context_parallel_collate, unpadded_collate
@@ -45,8 +46,8 @@ def make_corpus(config: Config) -> Corpus:
     """Return samples, tokenizer and held-out samples. Needs no process group. Raises DataError or ConfigError."""
     data = config.data
     if data.task == SFT and data.data_path != (MOCK,):
-        return _conversations(config)
-    return corpus.build(
+        return _with_tasks(config, _conversations(config))
+    made = corpus.build(
         config.kind,
         data_path=data.data_path,
         eval_data_path=data.eval_data_path or (None if config.training.eval_interval else ()),
@@ -62,6 +63,11 @@ def make_corpus(config: Config) -> Corpus:
         tasks=_task_data(config),
         text_field=data.text_field,
     )
+    return _with_tasks(config, made)
+
+
+def _with_tasks(config: Config, corpus: Corpus) -> Corpus:
+    return replace(corpus, eval_tasks=open_tasks(config.data.eval_tasks, corpus.tokenizer, config.model.seq_length))
 
 
 def _stored_tokenizer(config: Config) -> str | None:
@@ -143,7 +149,7 @@ def make_own_corpus(config: Config, data: OwnData) -> Corpus:
     """
     sizes = config.model.seq_length, config.model.vocab_size
     flags = config.data
-    return corpus.of_pieces(
+    made = corpus.of_pieces(
         CheckedPieces(data.train, data.name, *sizes),
         None if data.heldout is None else CheckedPieces(data.heldout, data.name, *sizes),
         name=data.name,
@@ -153,6 +159,7 @@ def make_own_corpus(config: Config, data: OwnData) -> Corpus:
         seed=config.training.seed,
         packing=Packing(True, flags.reset_position_ids, flags.reset_attention_mask, flags.eod_mask_loss),
     )
+    return _with_tasks(config, made)
 
 
 def make_layout(config: Config) -> SequenceLayout:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from functools import cache, partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from megapar.core.comm.meter import Waits
 from megapar.core.comm.world import World
 from megapar.core.device.dtypes import widest
 from megapar.core.device.peak import peak_flops
+from megapar.data.eval_tasks import OF_TASK
 from megapar.errors import TrainingError
 from megapar.health.hangs.stragglers import Pace
 from megapar.health.hangs.stragglers import pace as find_pace
@@ -39,14 +41,15 @@ from megapar.training.reports.streams import stream_failures
 from megapar.training.reports.terminal import PlainTerminal
 from megapar.training.step.batches import Denominators
 from megapar.training.step.dtypes import compute_dtype
-from megapar.training.step.evaluate import OF_SET
+from megapar.training.step.evaluate import BITS, OF_SET
 from megapar.training.step.expert_places import ExpertPlaces
 from megapar.training.step.job import Job
 from megapar.training.step.objective import Objective
 from megapar.training.step.result import StepResult, Totals
 from megapar.training.step.update_norms import TENSOR_CLASSES
 
-_EVALUATED = (("loss", "loss"), ("lm_loss", "lm"), ("sop_loss", "sop"), ("mtp_loss", "mtp"))
+_EVALUATED = (("loss", "loss"), ("lm_loss", "lm"), ("sop_loss", "sop"), ("mtp_loss", "mtp"), (BITS, BITS))
+_OF_PARTS = MappingProxyType({"eval_sets": OF_SET, "eval_sets_bits_per_byte": f"{BITS}/", "eval_scores": OF_TASK})
 
 
 @dataclass(eq=False)
@@ -87,8 +90,9 @@ class Monitor:
         (record,), self._unevaluated = self._unevaluated, []
         losses: dict[str, Any] = {f"eval_{name}": means.get(key) for name, key in _EVALUATED}
         tasks = {name: mean for name, mean in means.items() if _is_task(name)}
-        sets = {name.removeprefix(OF_SET): mean for name, mean in means.items() if name.startswith(OF_SET)}
-        record = replace(record, eval_tasks=tasks, eval_sets=sets, **losses)
+        for name, prefix in _OF_PARTS.items():
+            losses[name] = {key.removeprefix(prefix): mean for key, mean in means.items() if key.startswith(prefix)}
+        record = replace(record, eval_tasks=tasks, **losses)
         self._log([record])
         return record
 

@@ -10,7 +10,7 @@ from typing import Any
 from megapar.health.hangs.stragglers import Pace
 
 _IF_MEASURED = ("eval_", "decoupled_lr", "weight_decay", "qk_clip")
-_IF_ANY = ("tasks", "eval_tasks", "eval_sets", "update_norms", "weight_norms")
+_IF_ANY = ("tasks", "eval_tasks", "eval_sets", "eval_sets_bits_per_byte", "eval_scores", "update_norms", "weight_norms")
 _LARGEST_EXPONENT = 700  # exp of more overflows
 
 
@@ -62,9 +62,12 @@ class Record:
         eval_lm_loss: Its cross-entropy per predicted token.
         eval_sop_loss: Its loss of the sentence-order task.
         eval_mtp_loss: Its loss of multi-token prediction.
+        eval_bits_per_byte: Its cross-entropy in bits per UTF-8 byte of the predicted text.
         tasks: Loss of every ERNIE 3.0 task, and accuracy of tasks that predict a class.
         eval_tasks: The same for an evaluation.
         eval_sets: Loss of each of several sets of an evaluation, by name.
+        eval_sets_bits_per_byte: Bits per byte of each.
+        eval_scores: Scores of --eval-tasks, by task/score.
         expert_load: Per mixture-of-experts layer, percentiles of the experts' load relative to a balanced load, and
             ``busiest_rank``, the load of the busiest of several expert parallel ranks relative to their mean.
     """
@@ -111,9 +114,12 @@ class Record:
     eval_lm_loss: float | None = None
     eval_sop_loss: float | None = None
     eval_mtp_loss: float | None = None
+    eval_bits_per_byte: float | None = None
     tasks: dict[str, float] = field(default_factory=dict)
     eval_tasks: dict[str, float] = field(default_factory=dict)
     eval_sets: dict[str, float] = field(default_factory=dict)
+    eval_sets_bits_per_byte: dict[str, float] = field(default_factory=dict)
+    eval_scores: dict[str, float] = field(default_factory=dict)
     expert_load: list[dict[str, float]] = field(default_factory=list)
 
     @property
@@ -149,6 +155,7 @@ class Record:
             "loss/evaluation_perplexity": self.eval_perplexity,
             "loss/evaluation_sop": self.eval_sop_loss,
             "loss/evaluation_mtp": self.eval_mtp_loss,
+            "loss/evaluation_bits_per_byte": self.eval_bits_per_byte,
             "memory/peak_bytes": self.peak_memory_bytes,
             "memory/reserved_unused_bytes": self.reserved_unused_bytes,
             "memory/allocation_retries": self.allocation_retries,
@@ -172,6 +179,8 @@ class Record:
         }.items()
         yield from self._experts()
         yield from ((f"eval_loss/{name}", value) for name, value in self.eval_sets.items())
+        yield from ((f"eval_bits_per_byte/{name}", value) for name, value in self.eval_sets_bits_per_byte.items())
+        yield from ((f"eval_scores/{name}", value) for name, value in self.eval_scores.items())
         yield from ((f"sent_bytes/{name}", amount) for name, amount in self.sent_bytes.items())
         yield from ((f"tasks/{name}", value) for name, value in self.tasks.items())
         yield from ((f"tasks/evaluation_{name}", value) for name, value in self.eval_tasks.items())

@@ -182,6 +182,8 @@ def describe(record: Record, train_iters: int, width: int = sys.maxsize) -> str:
     parts += [] if record.predicted_tokens else ["every token is masked"]
     parts += ["skipped"] if record.skipped else []
     parts += [f"eval loss {record.eval_loss:.4f}"] if record.eval_loss is not None else []
+    parts += [f"eval {record.eval_bits_per_byte:.4f} bits per byte"] if record.eval_bits_per_byte is not None else []
+    parts += [f"{name} {score:.4f}" for name, score in record.eval_scores.items()]
     for name in _LEAST:
         if len(" | ".join(parts)) > width:
             parts = [part for part in parts if not part.startswith(f"{name} ")]

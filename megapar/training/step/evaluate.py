@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sized
 
 import torch
@@ -11,20 +12,29 @@ from megapar.arguments import Config
 from megapar.core.comm.agreement import reduce_numbers
 from megapar.data.batches import Collate
 from megapar.data.sampling.samples import Samples
+from megapar.data.token_bytes import TokenBytes
 from megapar.training.step.job import Job
 from megapar.training.step.objective import Objective
 
 OF_SET = "loss/"
 """Prefix of the loss of one of several sets."""
+BITS = "bits_per_byte"
+"""Cross-entropy in bits per UTF-8 byte of the predicted text; with ``/NAME`` that of one of several sets."""
 
 
 @torch.no_grad()
 def evaluate(
-    config: Config, job: Job, sets: Mapping[str, Samples], collate: Collate, objective: Objective
+    config: Config,
+    job: Job,
+    sets: Mapping[str, Samples],
+    collate: Collate,
+    objective: Objective,
+    token_bytes: TokenBytes | None = None,
 ) -> dict[str, float]:
     """Return the mean of every term over its items, and ``loss``, their weighted sum without the routing losses.
 
-    The means are over the items of all sets together. Of several sets, ``loss/NAME`` is that of each.
+    The means are over the items of all sets together. Of several sets, ``loss/NAME`` is that of each. With
+    ``token_bytes`` there are also the bits per byte: the ends of documents add to the loss, and no byte.
 
     Micro-batch j of a set contains its samples [j * micro_batch_size, ...) of the first ``eval_iters`` global batches,
     or all of them if there are fewer (the last one may be smaller). Ranks of pp and cp share the samples and add up
@@ -34,17 +44,20 @@ def evaluate(
     run = model if job.pipeline is None else job.pipeline.evaluate
     data = world.axis("data")
     names = list(objective.weights)
-    totals = torch.zeros(2, len(sets), len(names), dtype=torch.float64)
+    totals = torch.zeros(2, len(sets), len(names) + 1, dtype=torch.float64)  # the last items are bytes
     model.eval()
     try:
         for number, samples in enumerate(sets.values()):
             num_samples = num_evaluated(config, samples)
-            for numbers, counted in rounds(num_samples, training.micro_batch_size, data.rank, data.size):
-                batch = collate([samples[i] for i in numbers])
+            for numbers, counted, _ in rounds(num_samples, training.micro_batch_size, data.rank, data.size):
+                read = [samples[i] for i in numbers]
+                batch = collate(read)
                 terms = run(batch.to(world.device.torch_device, non_blocking=True).tensors, batch.valid_tokens)
                 if counted:
-                    totals[0, number] += torch.stack([terms.sums[name] for name in names]).cpu().double()
-                    totals[1, number] += torch.tensor([batch.counts[name] for name in names], dtype=torch.float64)
+                    size = 0.0 if token_bytes is None else sum(map(token_bytes.of_sample, read))
+                    totals[0, number, :-1] += torch.stack([terms.sums[name] for name in names]).cpu().double()
+                    counts = [*(batch.counts[name] for name in names), size]
+                    totals[1, number] += torch.tensor(counts, dtype=torch.float64)
     finally:
         model.train()
     reduce_numbers(totals, data, "evaluation")
@@ -54,13 +67,16 @@ def evaluate(
             reduce_numbers(totals, axis, "evaluation")
 
     def means_of(sums: Tensor, items: Tensor) -> dict[str, float]:
-        pairs = zip(names, sums.tolist(), items.tolist(), strict=True)
+        pairs = zip(names, sums.tolist(), items.tolist(), strict=False)
         means = {name: total / (count or 1) for name, total, count in pairs}
-        return means | {"loss": sum(objective.weights[name] * means[name] for name in names)}
+        size = items[-1].item()
+        bits = {BITS: sums[names.index("lm")].item() / (math.log(2) * size)} if size else {}
+        return means | {"loss": sum(objective.weights[name] * means[name] for name in names)} | bits
 
-    of_each = [means_of(totals[0, number], totals[1, number])["loss"] for number in range(len(sets))]
-    named = {f"{OF_SET}{name}": loss for name, loss in zip(sets, of_each, strict=True)}
-    return means_of(totals[0].sum(0), totals[1].sum(0)) | (named if len(sets) > 1 else {})
+    each = dict(zip(sets, map(means_of, *totals), strict=True)) if len(sets) > 1 else {}
+    named = {f"{OF_SET}{name}": means["loss"] for name, means in each.items()}
+    named |= {f"{BITS}/{name}": means[BITS] for name, means in each.items() if BITS in means}
+    return means_of(*totals.sum(1)) | named
 
 
 def num_evaluated(config: Config, samples: Sized) -> int:
@@ -68,8 +84,8 @@ def num_evaluated(config: Config, samples: Sized) -> int:
     return min(len(samples), config.training.eval_iters * config.training.global_batch_size)
 
 
-def rounds(num_samples: int, size: int, rank: int, ranks: int) -> Iterator[tuple[range, bool]]:
-    """Yield, for each round, (the samples of data rank ``rank`` of ``ranks``, True if it counts them).
+def rounds(num_samples: int, size: int, rank: int, ranks: int) -> Iterator[tuple[range, bool, int]]:
+    """Yield, for each round, (the samples of rank ``rank`` of ``ranks``, True if it counts them, all ranks' end).
 
     Rank r runs the full micro-batches r, ranks + r, ... Where it has none left it repeats the first one, because the
     other ranks may need it in a collective. A smaller last micro-batch has a separate round, in which every rank runs
@@ -78,6 +94,6 @@ def rounds(num_samples: int, size: int, rank: int, ranks: int) -> Iterator[tuple
     full, rest = divmod(num_samples, size)
     for start in range(0, full, ranks):
         first = (start + rank) * size if start + rank < full else 0
-        yield range(first, first + size), start + rank < full
+        yield range(first, first + size), start + rank < full, min(start + ranks, full) * size
     if rest:
-        yield range(full * size, num_samples), rank == 0
+        yield range(full * size, num_samples), rank == 0, num_samples

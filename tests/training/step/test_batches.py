@@ -35,6 +35,7 @@ def test_padding_is_no_token(tmp_path: Path) -> None:
 )
 def test_each_sample_counts_once_and_all_ranks_run_alike(samples: int, size: int, ranks: int) -> None:
     runs = [list(rounds(samples, size, rank, ranks)) for rank in range(ranks)]
-    counted = [number for run in runs for numbers, counts in run if counts for number in numbers]
+    counted = [number for run in runs for numbers, counts, _ in run if counts for number in numbers]
     assert sorted(counted) == list(range(samples))
-    assert len({tuple(len(numbers) for numbers, _ in run) for run in runs}) == 1
+    assert len({tuple((len(numbers), end) for numbers, _, end in run) for run in runs}) == 1
+    assert all(numbers.stop <= end for run in runs for numbers, _, end in run)
