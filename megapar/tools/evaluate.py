@@ -1,6 +1,7 @@
 """``megapar evaluate``: the held-out loss of a checkpoint of any layout, by the trainer's own evaluation.
 
-megapar evaluate CHECKPOINT [--data-path PATH ... | --eval-data-path PATH ...] [FLAGS]
+megapar evaluate CHECKPOINT [--data-path PATH ... | --eval-data-path PATH ...] [--eval-tasks FILE ...] [FLAGS]
+megapar evaluate CHECKPOINT --lm-eval TASKS
 
 The flags that describe the model and its samples are those that the checkpoint records. The layout is a new one: a
 single process, or the ranks of ``megapar launch ... evaluate``. As a module it is the program of a rank, with the line
@@ -13,7 +14,10 @@ import math
 import os
 import sys
 from argparse import ArgumentParser, Namespace
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from megapar.arguments import FLAGS, Config, parse_or_exit, resolved_values
@@ -29,13 +33,18 @@ from megapar.checkpoints.ownership.data_facts import SEPARATE, DataFacts
 from megapar.checkpoints.ownership.identity import RECORD, Identity
 from megapar.config.report import refusal
 from megapar.data.corpus import DEFAULT_SPLIT
+from megapar.data.eval_tasks import OF_TASK
+from megapar.data.sampling.skipping import sample_at
+from megapar.data.text.source import MOCK
 from megapar.data.tokenizers.ids import known_facts, same_ids
 from megapar.errors import CheckpointError, Complaint, ConfigError, DataError, MegaparError
 from megapar.files.location import Location, at
+from megapar.files.tokenizer_files import FACTS, FOLDER
 from megapar.files.uri import refuse_wrong
 from megapar.model.spec import STORED
 from megapar.planning.variation import command_line
 from megapar.schema.rule import either
+from megapar.tools.harness import run_harness
 from megapar.tools.parser import Parser
 from megapar.tools.pretrain import prepare_process
 from megapar.training.loop.outline import outline
@@ -44,6 +53,7 @@ NO_TRAINING = ("--finetune", "--train-iters", "0", "--eval-interval", "1")
 """Flags of a run that loads weights, takes no step and evaluates."""
 IN_PACKAGE = ("mock", "builtin")
 """Data that needs no file."""
+_NO_DATA = ["--data-path", MOCK]
 _GROUPS = ("model", "moe", "data")
 _OF_SAMPLES = ("micro_batch_size", "global_batch_size", "seed", "dtype")
 
@@ -71,12 +81,18 @@ def make_parser() -> ArgumentParser:
     add("--data-path", nargs="+", metavar="PATH", help="the text of the run, whose held-out share is evaluated")
     add("--eval-data-path", nargs="+", metavar="PATH", help="other text, all of which is held out")
     add("--tokenizer-model", metavar="PATH", help="the tokenizer of the run, if none is stored with the checkpoint")
+    add("--lm-eval", nargs="+", metavar="TASK", help="run lm-evaluation-harness on an export: names or YAML files")
+    add("--hf-cache", type=Path, metavar="DIR", help="keep the export for --lm-eval in DIR, and use it again")
     return parser
 
 
 def main(argv: Sequence[str]) -> int:
-    """Evaluate in this process, and exit. Returns only after a refusal, with its status."""
+    """Evaluate in this process, and exit. Returns only after a refusal or --lm-eval, with the status."""
     try:
+        options, rest = make_parser().parse_known_args(list(argv))
+        if options.lm_eval:
+            print(run_harness(options, rest))
+            return 0
         kind, *flags = trainer_line(argv)
     except ConfigError as error:
         sys.stderr.write(refusal(error.complaints))
@@ -93,6 +109,9 @@ def trainer_line(argv: Sequence[str]) -> tuple[str, ...]:
     Reads the small files of the checkpoint. Raises CheckpointError, and ConfigError if data or tokenizer do not fit.
     """
     options, rest = make_parser().parse_known_args(list(argv))
+    if options.lm_eval:
+        message = "--lm-eval runs in a single process, without megapar launch."
+        raise ConfigError([Complaint("evaluate-lm-eval", message, "Run megapar evaluate CHECKPOINT --lm-eval TASK.")])
     root, iteration = _place(options.checkpoint)
     if stored_facts(root, iteration) is None and len(below := folders_below(options.checkpoint)) == 1:
         root = at(below[0])
@@ -103,11 +122,14 @@ def trainer_line(argv: Sequence[str]) -> tuple[str, ...]:
         fix = f"Did you mean {either(below[:3])}?" if below else "Pass the folder of --save or a checkpoint in it; "
         fix += "" if below else "convert a Hugging Face folder by megapar convert hf-to-megapar first"
         raise CheckpointError(f"{options.checkpoint} contains no readable checkpoint. {fix}")
-    identity = Identity.from_json(stored_scalars(found[0]).get(RECORD))
+    scalars = stored_scalars(found[0])
+    identity = Identity.from_json(scalars.get(RECORD))
     load = ["--load", str(root), *([] if iteration is None else ["--ckpt-step", str(iteration)])]
-    recorded = [] if identity is None else _recorded(spec.kind, identity)
-    tokenizer = [] if identity is None else _tokenizer(identity, options)
-    return (spec.kind, *recorded, *load, *_data(identity, options, rest), *tokenizer, *NO_TRAINING, *rest)
+    recorded = [] if identity is None else _recorded(spec.kind, identity, _seq_length(identity, scalars))
+    data, tokenizer = _data(identity, options, rest), [] if identity is None else _tokenizer(identity, options)
+    if data == _NO_DATA and not tokenizer and (root / FOLDER / FACTS).is_file():
+        tokenizer = ["--tokenizer-model", str(root / FOLDER)]
+    return (spec.kind, *recorded, *load, *data, *tokenizer, *NO_TRAINING, *rest)
 
 
 def _place(place: str) -> tuple[Location, int | None]:
@@ -123,12 +145,19 @@ def _place(place: str) -> tuple[Location, int | None]:
     return path.parent, name[0]
 
 
-def _recorded(kind: str, identity: Identity) -> list[str]:
+def _seq_length(identity: Identity, scalars: Mapping[str, Any]) -> int:
+    """Return the positions of the samples that were read last: those of the checkpoint's phase."""
+    consumed, skipped = scalars.get("consumed_samples"), scalars.get("skip_samples") or ()
+    now = sample_at(consumed, [(first, last) for first, last in skipped]) if isinstance(consumed, int) else 0
+    return identity.phases[bisect_left(identity.phases, now, lo=1, key=lambda one: one.start) - 1].data.seq_length
+
+
+def _recorded(kind: str, identity: Identity, seq_length: int) -> list[str]:
     """Return the flags of the model and its samples, without those that follow from the others.
 
     A checkpoint records every value, but a flag that is given though another one switches it off is refused.
     """
-    recorded: dict[str, Any] = {**identity.flags, "seq_length": identity.data.seq_length, "seed": identity.data.seed}
+    recorded: dict[str, Any] = {**identity.flags, "seq_length": seq_length, "seed": identity.data.seed}
     wanted = {}
     for name, flag in FLAGS.items():
         if name in recorded and kind in flag.models and (flag.group in _GROUPS or name in _OF_SAMPLES):
@@ -156,6 +185,8 @@ def _data(identity: Identity | None, options: Namespace, rest: Sequence[str]) ->
         return [] if split in (SEPARATE, DEFAULT_SPLIT) else ["--split", split]
     known = names if len(names) == 1 and names[0] in IN_PACKAGE and not identity.data.sources[0].named else None
     paths = options.data_path or known
+    if paths is None and "--eval-tasks" in rest:  # random tokens, whose loss is not printed
+        return _NO_DATA
     if paths is None or (split == SEPARATE and paths != ["mock"]):
         where = "separate held-out text (--eval-data-path)" if split == SEPARATE else f"{', '.join(names)}"
         message = f"the checkpoint is of a run with {where}, and records no path of it."
@@ -189,7 +220,7 @@ def run(kind: str, flags: Sequence[str]) -> NoReturn:
 
     from megapar.trainer import main as train  # imports torch, so only after the configuration is accepted
 
-    train(config, after=_print_result)
+    train(config, after=partial(_print_result, loss=not config.data.eval_tasks or config.data.data_path != (MOCK,)))
 
 
 def _other_data(config: Config) -> Iterator[str]:
@@ -207,19 +238,20 @@ def _other_data(config: Config) -> Iterator[str]:
         yield f"the data is not that of the run: {'; '.join(apart)}. Its held-out part may have been trained on"
 
 
-def _print_result(outcome: Evaluated) -> None:
-    """Print the result as rank 0, a number per line."""
+def _print_result(outcome: Evaluated, *, loss: bool) -> None:
+    """Print the result as rank 0, a number per line; without ``loss`` only the scores of tasks."""
     if os.environ.get("RANK", "0") == "0" and outcome.evaluation is not None:
-        print("\n".join(result_lines(outcome.evaluation)), flush=True)
+        print("\n".join(result_lines(outcome.evaluation, loss=loss)), flush=True)
 
 
-def result_lines(means: Mapping[str, float]) -> Iterator[str]:
-    """Yield ``loss``, the terms that it is the weighted sum of, and for a decoder the perplexity, in nats per token."""
-    yield f"loss {means['loss']:.6f}"
+def result_lines(means: Mapping[str, float], *, loss: bool = True) -> Iterator[str]:
+    """Yield ``loss``, its terms, in nats per token, scores of tasks, and for a decoder the perplexity."""
+    if loss:
+        yield f"loss {means['loss']:.6f}"
     for name, mean in means.items():
-        if name != "loss":
-            yield f"{name} {mean:.6f}"
-    if "lm" in means:
+        if name != "loss" and (loss or name.startswith(OF_TASK)):
+            yield f"{name.removeprefix(OF_TASK)} {mean:.6f}"
+    if loss and "lm" in means:
         yield f"perplexity {math.exp(means['lm']) if means['lm'] < 700 else math.inf:.6g}"
 
 

@@ -16,8 +16,10 @@ from megapar.arguments import parse
 from megapar.config.config import Config
 from megapar.data.tokens.indexed import IndexedDatasetBuilder
 from megapar.errors import CheckpointError, ConfigError
+from megapar.tools.evaluate import trainer_line
 from megapar.trainer import train
 from megapar.training.loop.callbacks import TrainerCallback
+from megapar.training.loop.outline import outline
 from tests.support.ranks import run_ranks
 from tests.support.training import last_wins
 
@@ -267,6 +269,26 @@ def test_the_future_may_change_and_the_past_may_not(runs: Runs, told: list[str])
     _, after = runs.run(phases, 14, "--load", own, "--save", own)  # what was overridden is past
     assert not [line for line in told if "data from" in line]
     assert min(token for step in (13, 14) for token in after[step][1]) >= BASES["b"]
+
+
+def test_a_phase_begins_by_steps_though_updates_were_skipped(runs: Runs) -> None:
+    phases, save = "0: a=1; 2 iterations: a=1 seq-length=32 lr={}:linear", str(runs.folder / "skipped")
+
+    class Skipped(TrainerCallback):
+        """Three of four steps change nothing."""
+
+        def begin(self, trainer: Any) -> None:
+            self.optimizer = trainer.job.optimizer
+
+        def after_step(self, iteration: int) -> None:
+            self.optimizer.num_steps = 1
+
+    train(parse("moe", runs.line(phases.format("1e-4"), 4, "--save", save), {}), callbacks=[Skipped()])
+    with pytest.raises(CheckpointError, match="the lr of the phases so far is 2-4 to"):
+        runs.run(phases.format("1e-4"), 6, "--load", save)
+    with pytest.raises(ConfigError, match="the lr of the phases so far"):
+        outline(parse("moe", runs.line(phases.format("2e-4"), 4, "--load", save), {}))
+    assert "--seq-length 32" in " ".join(trainer_line([save, "--data-path", *runs.sources[:1]]))
 
 
 def test_named_evaluation_sets_have_a_loss_each_and_their_mean_over_tokens(runs: Runs, tmp_path: Path) -> None:
