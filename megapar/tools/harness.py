@@ -27,8 +27,7 @@ def run_harness(options: Namespace, rest: Sequence[str]) -> str:
     parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"))
     parser.add_argument("--micro-batch-size", type=count, default=1)
     more = parser.parse_args(list(rest))
-    given = [name for name in ("data_path", "eval_data_path") if getattr(options, name)]
-    if given:
+    if given := [name for name in ("data_path", "eval_data_path") if getattr(options, name)]:
         message = f"--lm-eval evaluates the harness's own data, so --{given[0].replace('_', '-')} has no effect."
         raise ConfigError([Complaint("evaluate-lm-eval", message, "Leave one of them out.")])
     if importlib.util.find_spec("lm_eval") is None:
@@ -36,10 +35,9 @@ def run_harness(options: Namespace, rest: Sequence[str]) -> str:
         raise ConfigError([Complaint("package", "--lm-eval needs the package lm-eval.", fix)])
     names, folders = _tasks(options.lm_eval)
     refuse_wrong(options.checkpoint)
-    results = evaluated(options, more, names, folders)
     from lm_eval.utils import make_table
 
-    return str(make_table(results)).rstrip()
+    return str(make_table(evaluated(options, more, names, folders))).rstrip()
 
 
 def evaluated(options: Namespace, more: Namespace, names: Sequence[str], folders: Sequence[str]) -> dict[str, Any]:

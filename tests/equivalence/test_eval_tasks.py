@@ -29,13 +29,14 @@ LAYOUTS = {
     "cp": (2, "--cp-degree 2"),
     "cp ulysses": (2, "--cp-degree 2 --context-parallel-algo ulysses_cp_algo"),
     "pp": (2, "--pp-degree 2"),
-    "pp zbv": (2, "--pp-degree 2 --pp-schedule ZBV --vpp-degree 2"),
+    "pp interleaved": (2, "--pp-degree 2 --vpp-degree 2 --num-layers 4"),
+    "pp zero bubble": (2, "--pp-degree 2 --pp-schedule zero_bubble"),
     "ep": (2, "--ep-degree 2"),
     "ep capacity": (2, "--ep-degree 2 --moe-capacity-factor 1.0"),
     "cp mtp": (2, "--cp-degree 2 --mtp-depth 1"),
-    "ampipe": (2, "--mp-degree 2 --sequence-parallel --ampipe-degree 2"),
+    "ampipe": (2, "--ep-degree 2 --ampipe-degree 2"),
 }
-OF_THE_MODEL = ("--window-size", "--moe-capacity-factor", "--mtp-depth")
+OF_THE_MODEL = ("--num-layers", "--window-size", "--moe-capacity-factor", "--mtp-depth")
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +80,12 @@ def test_log_likelihoods_are_those_of_transformers(files: Files, tmp_path: Path)
     (task,) = open_tasks([str(files.task)], load_tokenizer(files.model), 48)
     with exported(tmp_path / "saved", None, dtype=torch.float64) as folder, widened():
         forms = {"attn_implementation": "eager", "experts_implementation": "eager"}
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, **forms)
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+        model = type(loaded)._from_config(loaded.config, dtype=torch.float64, **forms).eval()  # with exact frequencies
+        model.load_state_dict(loaded.state_dict())
+        for name, weight in rows.trainer.job.model.named_parameters():  # which the class loads in float32
+            if name.endswith("router.weight"):
+                model.model.layers[1].mlp.gate.weight.data.copy_(weight)
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     for number, (ids, own) in enumerate(task.rows):
         with torch.no_grad(), widened():

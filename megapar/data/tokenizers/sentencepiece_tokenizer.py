@@ -107,8 +107,7 @@ class SentencePieceTokenizer:
         """See Tokenizer. The mark of white space is a space; an unknown piece is for no known text."""
         sp, special = self._processor, self.special.ids
         none = {i for i in range(self.size) if i in special or sp.is_control(i) or sp.is_unknown(i) or sp.is_unused(i)}
-        pieces = (sp.id_to_piece(i).replace(SPACE, " ") for i in range(self.size))
-        sizes = [1 if sp.is_byte(i) else len(piece.encode()) for i, piece in enumerate(pieces)]
+        sizes = [1 if sp.is_byte(i) else len(sp.id_to_piece(i).replace(SPACE, " ").encode()) for i in range(self.size)]
         return np.array([0 if i in none else size for i, size in enumerate(sizes)], dtype=np.int64)
 
     def encode(self, text: str) -> list[int]:
