@@ -223,9 +223,10 @@ KEYS = sorted({one.name for architecture in ARCHITECTURES.values() for one in ar
 )
 def test_one_odd_value_of_a_published_model_is_refused(tmp_path: Path, key: str, value: object, said: str) -> None:
     path = tmp_path / "config.json"
-    path.write_text(json.dumps({**SMALL_MODEL, "use_sliding_window": True}), encoding="utf-8")
+    model = {**SMALL_MODEL, "use_sliding_window": True, "sliding_window": 256}
+    path.write_text(json.dumps(model), encoding="utf-8")
     assert flags_of(read_published(tmp_path))[1]["vocab_size"] == 100
-    path.write_text(json.dumps({**SMALL_MODEL, "use_sliding_window": True, key: value}), encoding="utf-8")
+    path.write_text(json.dumps({**model, key: value}), encoding="utf-8")
     with pytest.raises(ConfigError, match="load-hf") as caught:
         parse("moe", ["--load-hf", str(tmp_path)], {})
     assert said in str(caught.value)

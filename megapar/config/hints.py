@@ -79,7 +79,7 @@ incr-ratio decr-ratio | --loss-scale-factor, by which the scale grows and shrink
 k-steps | --gradient-merge-acc-step
 enable | To turn a block's feature off, leave the whole block out.
 sliding-window attention-window local-window | --window-size
-fp8-format fp8-recipe | --fp8
+fp8-format | --fp8
 fp32 tf32 | --dtype fp32
 muon use-muon | --optimizer muon
 lora lora-rank lora-r lora-alpha lora-dim lora-dropout use-lora peft adapter qlora load-in-4bit | All weights are \

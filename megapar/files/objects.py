@@ -106,7 +106,7 @@ class Objects:
         except (FileNotFoundError, NotADirectoryError):
             return {}
         entries = {entry["name"].strip("/"): entry for entry in found}
-        entries.pop(folder, None)  # the folder itself, or an object in place of it
+        entries.pop(folder.strip("/"), None)  # the folder itself, or an object in place of it
         return {
             name.rpartition("/")[2]: _head_of(entry) if entry["type"] == "file" else None
             for name, entry in entries.items()
@@ -115,8 +115,9 @@ class Objects:
     def walk(self, folder: str) -> dict[str, int]:
         """Return the name, in the folder, of every object below it, with its size."""
         found = tried(f"list of {folder}", lambda: self._fs.find(folder, detail=True))
-        names = {name.strip("/").removeprefix(f"{folder}/"): entry for name, entry in found.items()}
-        return {name: int(entry["size"]) for name, entry in names.items() if name != folder}
+        inside = folder.strip("/")
+        names = {name.strip("/").removeprefix(f"{inside}/"): entry for name, entry in found.items()}
+        return {name: int(entry["size"]) for name, entry in names.items() if name != inside}
 
     def delete(self, keys: Iterable[str]) -> None:
         """Remove those of these objects that exist."""

@@ -366,7 +366,9 @@ class PlannedRun:
     def experts_apart(self) -> bool:
         """True if experts are sharded or replicated over other ranks than all other parameters."""
         grid = self.config.grid
-        groups = (grid.shard_group, grid.replica_group)
+        if grid.expert_shards != grid.shards or grid.ep * grid.emp == 1:
+            return grid.expert_shards != grid.shards
+        groups = (grid.shard_group, grid.replica_group)  # which lists all ranks: the numbers above are fast
         return any(group(0, expert=True) != group(0, expert=False) for group in groups)
 
     def replicas(self, row: ParameterSpec) -> int:

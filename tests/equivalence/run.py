@@ -120,7 +120,7 @@ def trace(
         device = _device(backend)
         tables = _with_products_of_small_weights(kinds._tables())
         stack.enter_context(patch.object(kinds, "_tables", lambda: tables))
-        stack.enter_context(patch("megapar.trainer.make_terminal", lambda *_: None))
+        stack.enter_context(patch("megapar.trainer.make_terminal", lambda *_, **__: None))
         stack.enter_context(patch.object(bad_steps, "LEAST", LEAST_BEFORE_A_SPIKE))
         if config.training.deterministic:
             device.repeat_results()

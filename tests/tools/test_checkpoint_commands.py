@@ -93,7 +93,13 @@ def test_the_record_of_every_configuration_gives_its_model_on_one_rank(name: str
     config = parse(kind, ["--config", name, "--rules-only"], {"WORLD_SIZE": "2"}, planning=True)
     data = DataFacts((Fingerprint("x", "1", None, ""),), "98,2", config.training.seed, config.model.seq_length)
     identity = Identity("adamw", None, (DataPhase(0, ("x",), data),), {}, flags_of(config))
-    line = [*evaluate._recorded(kind, identity), "--data-path", "mock", *evaluate.NO_TRAINING, "--rules-only"]
+    line = [
+        *evaluate._recorded(kind, identity, config.model.seq_length),
+        "--data-path",
+        "mock",
+        *evaluate.NO_TRAINING,
+        "--rules-only",
+    ]
     again = flags_of(parse(kind, [*line, "--load", "runs/a"], {}, planning=True))
     model = [name for name in identity.flags if FLAGS[name].group in ("model", "moe", "data")]
     assert {name: again[name] for name in model} == {name: identity.flags[name] for name in model}

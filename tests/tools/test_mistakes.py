@@ -164,7 +164,7 @@ TOOLS = [
     ("plan --load-hf meta-llama/Llama-3-8B", "does not exist", "megapar downloads nothing"),
     ("plan --search --global-batch-size 8 --load-hf no/model", "--load-hf no/model does not exist"),
     ("report run", "run contains no metrics", "--metrics-jsonl"),
-    ("report kept", "kept contains no metrics", "Did you mean kept/checkpoints?"),
+    ("report kept", "kept contains no metrics", "Did you mean kept/again or kept/checkpoints?"),
     ("evaluate run", "run contains no readable checkpoint", "Did you mean run/checkpoints?"),
     ("generate run --prompt a", "run has no checkpoint", "Did you mean run/checkpoints?"),
     ("plan --world-size -1", "'-1' is not a whole number >= 1"),
@@ -189,8 +189,9 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("run/checkpoints/iter_0000005").mkdir(parents=True)
     Path("run/checkpoints/latest").write_text("iter_0000005\n", encoding="utf-8")
     Path("run/checkpoints/iter_0000005/layout.json").write_text("{}", encoding="utf-8")
-    Path("kept/checkpoints").mkdir(parents=True)
-    Path("kept/checkpoints/metrics.jsonl").write_text('{"iteration": 1}\n', encoding="utf-8")
+    for run in ("again", "checkpoints"):
+        Path("kept", run).mkdir(parents=True)
+        Path("kept", run, "metrics.jsonl").write_text('{"iteration": 1}\n', encoding="utf-8")
     Path("empty.jsonl").touch()
     Path("tables").mkdir()
     for name, content in RECORDS.items():
