@@ -170,8 +170,9 @@ def _folder(name: str, folder: Path, values: Mapping[str, Any]) -> Iterator[Comp
         message = f"{spelling} {folder} is a folder of indexed files, which are named by their prefixes."
         yield Complaint("file", message, f"Write {spelling} {corpora[0]}{more}; with weights: 0.7 A 0.3 B.")
     elif not entries.taken:
-        yield Complaint("file", f"{spelling} {folder}: {nothing_read(folder)}.", "Pass a folder with such files.")
+        yield Complaint("file", f"{spelling} {folder}: {nothing_read(entries)}.", "Pass a folder with such files.")
     for file in islice(entries.taken, MAX_FILES):
+        assert isinstance(file, Path), "this is a folder of a disk"
         yield from _content(name, file, values)
 
 

@@ -1,6 +1,7 @@
-"""Fingerprints of the data of ``--data-path`` and ``--hf-dataset``; they do not depend on where the data is.
+"""Fingerprints of the data of ``--data-path`` and ``--hf-dataset``; they do not depend on names.
 
     text, JSONL, parquet    SHA-256 of all bytes, and the reader
+    the same in a store     sizes and ETags of the objects, and the reader
     PREFIX.bin, PREFIX.idx  SHA-256 of the index; the length of the tokens and 64 blocks of 1 MiB spread over them
     a datasets source       its revision if the Hub's cache has it, and the names and lengths of its files
 
@@ -23,6 +24,7 @@ from megapar.data.tokens.indexed import without_suffix
 from megapar.data.tokens.prepared import hashes_path, index_hash
 from megapar.errors import DataError, listed
 from megapar.files.data_files import FIELD, bare_name
+from megapar.files.data_object import BEGAN
 from megapar.files.manifest import sha256_of
 from megapar.files.regular_file import read_regular_text
 from megapar.files.uri import is_stored
@@ -81,7 +83,7 @@ def fingerprints_of(paths: Sequence[str], field: str = FIELD, *, may_read: bool 
 
 def _of_group(group: Group, field: str, may_read: bool) -> Fingerprint:
     names = listed(group.paths, _NAMES)
-    if any(map(is_stored, group.paths)):  # known when a run has copied it
+    if any(is_stored(path) and path not in BEGAN for path in group.paths):  # known when a run has looked at it
         return Fingerprint(names, None, group.weight, BY_TEXT)
     by_text = not group.indexed or hashes_path(group.paths[0]).exists()
     cut = BY_TEXT if by_text else BY_POSITION

@@ -33,6 +33,7 @@ from megapar.files.uri import PACKAGES
 MANIFEST = ".manifest"
 PUBLISHED = ".published"
 _READ_BYTES = 16 << 20
+_FEW_BYTES = 1 << 16
 _READ_AHEAD = 3  # ranges, of a file that is read from its start to its end
 
 
@@ -249,12 +250,18 @@ def _parsed(content: bytes, key: str) -> dict[str, Any]:
 
 
 class BucketFile(io.RawIOBase):
-    """An object that is open for reading. A read is one request for a range."""
+    """An object that is open for reading. A read is one request for a range, see ``Objects.get`` for its ETag.
 
-    def __init__(self, objects: Objects, key: str, size: int) -> None:
+    Where a reader will probably stop, at ``last``, ranges end, and grow from few bytes.
+    """
+
+    def __init__(self, objects: Objects, key: str, size: int, etag: str = "", last: int | None = None) -> None:
         self._objects = objects
         self._key = key
         self._size = size
+        self._etag = etag
+        self._last = size if last is None else last
+        self._few = _FEW_BYTES
         self._position = 0
 
     def readable(self) -> bool:
@@ -272,10 +279,13 @@ class BucketFile(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         """Read a range."""
-        end = min(self._position + len(buffer), self._size)
+        most = self._last - self._position
+        if most <= 0:
+            most, self._few = self._few, self._few * 2
+        end = min(self._position + min(len(buffer), most), self._size)
         if end <= self._position:
             return 0
-        data = self._objects.get(self._key, self._position, end)
+        data = self._objects.get(self._key, self._position, end, self._etag)
         buffer[: len(data)] = data
         self._position += len(data)
         return len(data)

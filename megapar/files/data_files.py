@@ -11,15 +11,16 @@ import json
 import re
 import sys
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from fractions import Fraction
-from pathlib import Path
+from pathlib import Path, PurePath
 from types import MappingProxyType
 from typing import IO, Any, NamedTuple
 
 from megapar.errors import DataError
-from megapar.files.regular_file import HEAD_BYTES, PAGE, not_itself, not_this
+from megapar.files.data_object import DataFile, DataObject, name_of, size_of
+from megapar.files.regular_file import HEAD_BYTES, PAGE, not_this
 from megapar.schema.phase_plan import NAME
 
 JSONL = (".jsonl", ".json", ".ndjson")
@@ -144,20 +145,21 @@ def bare_name(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
-def is_compressed(path: Path) -> bool:
+def is_compressed(file: DataFile) -> bool:
     """Return True if the file's name is that of a gzip or Zstandard file."""
-    return path.suffix.lower() in COMPRESSED
+    return name_of(file).suffix.lower() in COMPRESSED
 
 
-def kind_of(path: Path) -> str:
+def kind_of(file: DataFile) -> str:
     """Return the suffix of a file's content, ``.jsonl`` for ``a.jsonl`` and ``a.JSONL.gz``; "" without a suffix."""
-    return Path(path.stem).suffix.lower() if is_compressed(path) else path.suffix.lower()
+    path = name_of(file)
+    return PurePath(path.stem).suffix.lower() if is_compressed(file) else path.suffix.lower()
 
 
-def refusal_of(path: Path) -> str:
+def refusal_of(file: DataFile) -> str:
     """Return the reason why a file is not read as text, and the alternative, as half a sentence; "" if it is read."""
-    kind = kind_of(path)
-    if is_compressed(path) and kind in (PARQUET, *INDEXED):
+    kind, path = kind_of(file), name_of(file)
+    if is_compressed(file) and kind in (PARQUET, *INDEXED):
         return f"a compressed {kind} file, which is not supported: unpack it"
     separator = r", sep='\t'" if kind == ".tsv" else ""
     command = f"datasets.Dataset.from_csv('{path}'{separator}).to_parquet('{path.with_suffix(PARQUET)}')"
@@ -168,37 +170,36 @@ def refusal_of(path: Path) -> str:
 class Listing(NamedTuple):
     """Entries of a folder, sorted by name: files that are read, and (name, reason) of the others."""
 
-    taken: tuple[Path, ...]
+    taken: tuple[DataFile, ...]
     skipped: tuple[tuple[str, str], ...]
 
 
-def listing(folder: Path) -> Listing:
-    """List a folder: text, JSONL and parquet files, of known kinds or without a suffix, are read.
+def listing(folder: Path | Sequence[DataObject]) -> Listing:
+    """List a folder, or the objects in one.
 
-    Hidden entries are neither read nor listed as skipped.
+    Text, JSONL and parquet files, of known kinds or without a suffix, are read. Hidden entries are neither read nor
+    listed as skipped.
     """
-    entries = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
-    reasons = [(path, _skipped(path)) for path in entries]
+    entries: Iterable[DataFile] = folder.iterdir() if isinstance(folder, Path) else folder
+    reasons = [(path, _skipped(path)) for path in sorted(entries, key=name_of) if name_of(path).name[0] != "."]
     taken = tuple(path for path, reason in reasons if not reason)
-    return Listing(taken, tuple((path.name, reason) for path, reason in reasons if reason))
+    return Listing(taken, tuple((name_of(path).name, reason) for path, reason in reasons if reason))
 
 
-def nothing_read(folder: Path) -> str:
+def nothing_read(content: Listing) -> str:
     """Describe a folder without readable files: its content, and the kinds that are read."""
-    skipped = listing(folder).skipped[:MOST_LISTED]
-    content = f"only {', '.join(f'{name} ({reason})' for name, reason in skipped)}" if skipped else "no files"
-    return f"the folder contains {content}; text, JSONL and parquet files are read"
+    skipped = content.skipped[:MOST_LISTED]
+    found = f"only {', '.join(f'{name} ({reason})' for name, reason in skipped)}" if skipped else "no files"
+    return f"the folder contains {found}; text, JSONL and parquet files are read"
 
 
-def _skipped(path: Path) -> str:
+def _skipped(path: DataFile) -> str:
     kind = kind_of(path)
-    if path.is_dir():
-        return "a folder"
-    if not path.is_file():
-        return "not a regular file"
-    if path.name.lower().split(".")[0] in _ABOUT_DATA and kind not in (*JSONL, PARQUET):
+    if isinstance(path, Path) and not path.is_file():
+        return "a folder" if path.is_dir() else "not a regular file"
+    if name_of(path).name.lower().split(".")[0] in _ABOUT_DATA and kind not in (*JSONL, PARQUET):
         return "about the data"
-    if path.stat().st_size == 0:
+    if size_of(path) == 0:
         return "empty"
     if kind in INDEXED:
         return "indexed tokens, which are named by their prefix"
@@ -208,32 +209,37 @@ def _skipped(path: Path) -> str:
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[IO[bytes]]:
+def opened(file: DataFile, last: int | None = None) -> Iterator[IO[bytes]]:
     """Open a file for sequential reading, decompressing it on the fly; memory does not grow with its size.
 
-    Raises DataError, also while reading, if a compressed file is damaged or cannot be read on this machine.
+    ``last`` is that of ``DataObject.opened``. Raises DataError, also while reading, if a compressed file is damaged or
+    cannot be read on this machine.
     """
-    kind = path.suffix.lower()
+    kind = name_of(file).suffix.lower()
     reader = {GZIP: _gzip, ZSTANDARD: _zstandard}.get(kind)
-    if reader is None:
-        with open(path, "rb") as plain:
+    with _plain(file, last) as plain:
+        if reader is None:
             yield plain
-        return
-    name = "gzip" if kind == GZIP else "Zstandard"
-    stream, broken = reader(path)
-    try:
-        with stream:
-            yield stream
-    except broken as error:
-        raise DataError(f"{path}: not a readable {name} file ({error}); it is truncated, or not {name}") from error
+            return
+        name = "gzip" if kind == GZIP else "Zstandard"
+        stream, broken = reader(plain, file)
+        try:
+            with stream:
+                yield stream
+        except broken as error:
+            raise DataError(f"{file}: not a readable {name} file ({error}); it is truncated, or not {name}") from error
 
 
-def first_line(path: Path, longest: int) -> tuple[int, bytes]:
+def _plain(file: DataFile, last: int | None) -> AbstractContextManager[IO[bytes]]:
+    return file.open("rb") if isinstance(file, Path) else file.opened(last)
+
+
+def first_line(path: DataFile, longest: int) -> tuple[int, bytes]:
     """Return (number, bytes) of the first line that is not blank; number 0 if there is none.
 
     At most ``longest`` bytes are read; a longer line, or that much white space, is returned as ``longest`` bytes.
     """
-    with opened(path) as file:
+    with opened(path, 0) as file:
         budget, number = longest, 0
         while budget > 0 and (line := file.readline(longest)):
             number, budget = number + 1, budget - len(line)
@@ -245,22 +251,22 @@ def first_line(path: Path, longest: int) -> tuple[int, bytes]:
 _Opened = tuple[Any, tuple[type[BaseException], ...]]
 
 
-def _gzip(path: Path) -> _Opened:
-    return gzip.open(path, "rb"), (gzip.BadGzipFile, EOFError, zlib.error)
+def _gzip(plain: IO[bytes], path: DataFile) -> _Opened:
+    return gzip.open(plain, "rb"), (gzip.BadGzipFile, EOFError, zlib.error)
 
 
-def _zstandard(path: Path) -> _Opened:
+def _zstandard(plain: IO[bytes], path: DataFile) -> _Opened:
     if sys.version_info >= (3, 14):
         from compression import zstd
 
-        return zstd.open(path, "rb"), (zstd.ZstdError, EOFError)
+        return zstd.open(plain, "rb"), (zstd.ZstdError, EOFError)
     try:
         import pyarrow
     except ImportError as error:
         raise DataError(
             f"{path}: Zstandard files need the package pyarrow here (pip install pyarrow); or unpack it: zstd -d {path}"
         ) from error
-    stream = pyarrow.input_stream(str(path), compression="zstd")
+    stream = pyarrow.input_stream(plain, compression="zstd")
     return io.BufferedReader(stream, 1 << 18), (pyarrow.ArrowException, OSError)
 
 
@@ -307,7 +313,7 @@ def _weighted(paths: Sequence[str]) -> tuple[tuple[Fraction | None, str], ...]:
     return tuple((Fraction(weight), name) for weight, name in zip(weights, names, strict=True))
 
 
-def inspect(path: Path, field: str = FIELD) -> tuple[str, bool, str]:
+def inspect(path: DataFile, field: str = FIELD) -> tuple[str, bool, str]:
     """Return (defect, records, note) of a text, JSONL or parquet file.
 
     The defect concerns the whole file and is a predicate with the remedy, or "". ``records`` is True if each line is a
@@ -315,9 +321,11 @@ def inspect(path: Path, field: str = FIELD) -> tuple[str, bool, str]:
     file that is damaged.
     """
     kind, named = kind_of(path), kind_of(path) in JSONL
-    if is_compressed(path) and (refused := not_itself(path)):
-        return refused, False, ""
-    with opened(path) as file:
+    if is_compressed(path):
+        with _plain(path, 0) as file:
+            if refused := not_this(file.read(HEAD_BYTES)):
+                return refused, False, ""
+    with opened(path, 0) as file:
         head = file.read(HEAD_BYTES)
         other = not_this(head)
         if other and (named or kind == PARQUET or not PAGE.match(head)):  # text may consist of web pages

@@ -60,18 +60,22 @@ class Objects:
             raise FileNotFoundError(errno.ENOENT, "no such object", key)
         return _head_of(found)
 
-    def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
-        """Return the bytes from ``start`` to before ``end``. Raises FileNotFoundError."""
+    def get(self, key: str, start: int = 0, end: int | None = None, etag: str = "") -> bytes:
+        """Return the bytes from ``start`` to before ``end``. Raises FileNotFoundError.
+
+        Raises ChangedError if an ETag is given and the object has another one; a store that is only known through
+        fsspec does not look.
+        """
 
         def read() -> bytes:
-            data = self._get(key, start, end)
+            data = self._get(key, start, end, etag)
             if end is not None and len(data) != end - start:
                 raise ConnectionError(f"{len(data)} of {end - start} bytes came")
             return data
 
         return tried(f"read of {key}", read)
 
-    def _get(self, key: str, start: int, end: int | None) -> bytes:
+    def _get(self, key: str, start: int, end: int | None, etag: str) -> bytes:
         return self._fs.cat_file(key, start=start, end=end)
 
     def put(self, key: str, content: bytes, *, new: bool = False) -> str:

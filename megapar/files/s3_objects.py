@@ -57,8 +57,8 @@ class S3Objects(Objects):
         found = self.ask("head_object", key)
         return ObjectHead(int(found["ContentLength"]), str(found["ETag"]))
 
-    def _get(self, key: str, start: int, end: int | None) -> bytes:
-        wanted = {} if end is None else {"Range": f"bytes={start}-{end - 1}"}
+    def _get(self, key: str, start: int, end: int | None, etag: str) -> bytes:
+        wanted = ({} if end is None else {"Range": f"bytes={start}-{end - 1}"}) | ({"IfMatch": etag} if etag else {})
         return self.ask("get_object", key, 0 if end is None else end - start, **wanted)
 
     def _send(self, key: str, content: bytes, over: str | None) -> str:

@@ -21,33 +21,29 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def test_objects_prefixes_and_folders_are_copied_once(bucket: Location, caplog: pytest.LogCaptureFixture) -> None:
-    put(bucket / "a.jsonl", b"one")
+def test_tokens_are_copied_once_for_each_content(bucket: Location, caplog: pytest.LogCaptureFixture) -> None:
     put(bucket / "tokens.bin", b"two")
     put(bucket / "tokens.idx", b"three")
     put(bucket / "texts" / "b.txt", b"four")
-    put(bucket / "texts" / "deeper" / "c.txt", b"five")
-    items = ("0.5", f"{bucket}/a.jsonl", "0.3", f"{bucket}/tokens", "0.2", f"{bucket}/texts")
+    items = ("0.3", f"{bucket}/tokens", "0.2", f"{bucket}/texts")
     with caplog.at_level(logging.WARNING):
-        _, one, weight, prefix, _, folder = fetched(items)
+        weight, prefix, _, folder = fetched(items)
         assert fetched(items) == fetched(items)
-    assert weight == "0.3"
-    assert Path(one).read_bytes() == b"one"
+    assert (weight, folder) == ("0.3", f"{bucket}/texts")
     assert [Path(f"{prefix}{suffix}").read_bytes() for suffix in (".bin", ".idx")] == [b"two", b"three"]
-    assert [path.name for path in Path(folder).iterdir()] == ["b.txt"]
-    assert [record.getMessage().count("are copied into the cache") for record in caplog.records] == [1, 1, 1]
-    put(bucket / "a.jsonl", b"new")
-    assert Path(fetched(items)[1]).read_bytes() == b"new"
-    assert Path(one).read_bytes() == b"one"
+    assert [record.getMessage().count("are copied into the cache") for record in caplog.records] == [1]
+    put(bucket / "tokens.bin", b"new")
+    assert Path(f"{fetched(items)[1]}.bin").read_bytes() == b"new"
+    assert Path(f"{prefix}.bin").read_bytes() == b"two"
 
 
 def test_what_is_missing_or_does_not_fit_is_refused(bucket: Location, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DataError, match="there is no such object"):
         fetched([f"{bucket}/a.jsonl"])
-    put(bucket / "a.jsonl", b"one")
+    put(bucket / "a.idx", b"one")
     monkeypatch.setattr(module.shutil, "disk_usage", lambda path: namedtuple("Usage", "free")(2))
     with pytest.raises(DataError, match=r"1 objects of 0\.000 GiB do not fit into the cache"):
-        fetched([f"{bucket}/a.jsonl"])
+        fetched([f"{bucket}/a"])
 
 
 def test_a_tokenizer_is_copied_without_weights(bucket: Location) -> None:
@@ -67,7 +63,7 @@ def test_a_tokenizer_is_copied_without_weights(bucket: Location) -> None:
 def test_objects_that_change_while_they_are_copied_are_refused(
     bucket: Location, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put(bucket / "a.jsonl", b"one")
+    put(bucket / "a.idx", b"one")
     real = module.copy
 
     def late(source: Location, target: Location) -> None:
@@ -76,5 +72,5 @@ def test_objects_that_change_while_they_are_copied_are_refused(
 
     monkeypatch.setattr(module, "copy", late)
     with pytest.raises(DataError, match="they have changed while they were copied"):
-        fetched([f"{bucket}/a.jsonl"])
+        fetched([f"{bucket}/a"])
     monkeypatch.undo()

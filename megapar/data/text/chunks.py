@@ -9,6 +9,7 @@ compressed file is one chunk, because it can only be read from its beginning. Pa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,6 +29,9 @@ from megapar.files.data_files import (
     text_of_line,
     too_long,
 )
+from megapar.files.data_object import DataFile, DataObject, size_of
+from megapar.files.location import at
+from megapar.files.objects import ObjectHead
 
 
 class BadRecords:
@@ -86,13 +90,14 @@ class LineNumbers:
 
     def __init__(self) -> None:
         self.bytes_read = 0
-        self._path, self._end, self._lines = "", 0, 0
+        self._path: DataFile = Path()
+        self._end = self._lines = 0
 
-    def before(self, path: str, end: int) -> int:
-        """Return the number of line ends in the first ``end`` bytes of a file."""
+    def before(self, path: DataFile, end: int) -> int:
+        """Return the number of line ends in the first ``end`` bytes of a file, 0 if it is compressed."""
         if path != self._path or end < self._end:
             self._path, self._end, self._lines = path, 0, 0
-        with open(path, "rb") as file:
+        with opened(path, end) as file:
             file.seek(self._end)
             while self._end < end and (block := file.read(min(1 << 20, end - self._end))):
                 self._lines += block.count(b"\n")
@@ -111,6 +116,7 @@ class TextChunk:
         first: The first byte of a file, row group of a parquet file, or row.
         last: The end of the range, excluded.
         field: The field or column that contains the document; ROW for whole rows.
+        head: Size and ETag of an object, whose URI is ``path``; None for other inputs.
     """
 
     kind: str
@@ -118,6 +124,12 @@ class TextChunk:
     first: int
     last: int
     field: str = FIELD
+    head: tuple[int, str] | None = None
+
+    @property
+    def file(self) -> DataFile:
+        """The file or the object."""
+        return Path(self.path) if self.head is None else DataObject(at(self.path), ObjectHead(*self.head))
 
     def documents(self, bad: BadRecords, numbers: LineNumbers | None = None) -> Iterator[str]:
         """Yield the documents that begin in the chunk, except those of only white space.
@@ -150,19 +162,19 @@ def _placed(place: str, error: DataError) -> DataError:
     return DataError(f"{place}{error}")
 
 
-def file_chunks(kind: str, path: Path, field: str = FIELD) -> list[TextChunk]:
+def file_chunks(kind: str, path: DataFile, field: str = FIELD) -> list[TextChunk]:
     """Return the chunks of a text or JSONL file."""
-    if is_compressed(path):
-        return [TextChunk(kind, str(path), 0, _END, field)]
-    return [TextChunk(kind, str(path), *stretch, field) for stretch in _stretches(path.stat().st_size)]
+    stretches = [(0, _END)] if is_compressed(path) else _stretches(size_of(path))
+    return [TextChunk(kind, str(path), *stretch, field, getattr(path, "head", None)) for stretch in stretches]
 
 
-def parquet_chunks(path: Path, field: str = FIELD) -> list[TextChunk]:
+def parquet_chunks(path: DataFile, field: str = FIELD) -> list[TextChunk]:
     """Return one chunk per row group of a parquet file.
 
     Raises DataError if it cannot be read or has no such column.
     """
-    return _steps("parquet", str(path), _parquet_file(str(path), field).num_row_groups, 1, field)
+    with _parquet_file(path, field) as file:
+        return _steps("parquet", str(path), file.num_row_groups, 1, field, getattr(path, "head", None))
 
 
 def dataset_chunks(name: str, split: str, field: str = FIELD) -> list[TextChunk]:
@@ -179,8 +191,8 @@ def _stretches(size: int) -> Iterator[tuple[int, int]]:
     yield from zip(begins, [*begins[1:], size], strict=True)
 
 
-def _steps(kind: str, path: str, size: int, step: int, field: str) -> list[TextChunk]:
-    return [TextChunk(kind, path, first, min(first + step, size), field) for first in range(0, size, step)]
+def _steps(kind: str, path: str, size: int, step: int, field: str, head: ObjectHead | None = None) -> list[TextChunk]:
+    return [TextChunk(kind, path, first, min(first + step, size), field, head) for first in range(0, size, step)]
 
 
 class _Lines:
@@ -190,7 +202,7 @@ class _Lines:
     """
 
     def __init__(self, chunk: TextChunk, numbers: LineNumbers) -> None:
-        self._path = chunk.path
+        self._file = chunk.file
         self._first, self._last = chunk.first, chunk.last
         self._given = 0
         self._numbers = numbers
@@ -202,7 +214,7 @@ class _Lines:
         A line of more than LONGEST_LINE bytes is yielded as None and never held in memory. A block is decoded as a
         whole and then split, which takes half the time of decoding line by line.
         """
-        with opened(Path(self._path)) as file:
+        with opened(self._file, self._last) as file:
             place = self._seek(file)
             while (left := self._last - place) > 0 and (block := file.read(min(_BLOCK_BYTES, left))):
                 rest, size = (b"", 0) if block.endswith(b"\n") else rest_of_line(file)
@@ -219,7 +231,7 @@ class _Lines:
 
     def places(self) -> Iterator[tuple[int, bytes | None]]:
         """Yield (offset of the first byte, line) up to the end of the file; None for a line that is too long."""
-        with opened(Path(self._path)) as file:
+        with opened(self._file, self._last) as file:
             place = self._seek(file)
             while True:
                 line, size = rest_of_line(file)
@@ -240,8 +252,8 @@ class _Lines:
     def refuse(self, error: DataError) -> DataError:
         """Return the error with the file and the line in front of its message."""
         if self._before is None:
-            self._before = self._numbers.before(self._path, self._first)
-        return DataError(f"{self._path}, line {self._before + self._given}{error}")
+            self._before = self._numbers.before(self._file, self._first)
+        return DataError(f"{self._file}, line {self._before + self._given}{error}")
 
 
 def _cut(block: bytes) -> Sequence[str | bytes]:
@@ -304,6 +316,8 @@ def _blank(chunk: TextChunk, lines: _Lines, bad: BadRecords) -> Iterator[str]:
             yield "\n".join(document)
             document = []
         if place >= chunk.last:
+            if isinstance(chunk.file, DataObject):  # ``places`` does not come to its end
+                chunk.file.refuse_changed()
             return
         inside = True
     if document:
@@ -318,33 +332,35 @@ def _stripped(line: bytes | None) -> tuple[str | None, DataError | None]:
         return None, error
 
 
-def _parquet_file(path: str, field: str) -> Any:
+@contextmanager
+def _parquet_file(path: DataFile, field: str) -> Iterator[Any]:
+    """Open a parquet file. Raises DataError, also in place of an error while it is read."""
     try:
         import pyarrow.parquet as parquet
     except ImportError as error:
         raise DataError(f"{path}: parquet files need the package pyarrow (pip install pyarrow)") from error
-    try:
-        file = parquet.ParquetFile(path)
-    except Exception as error:  # pyarrow raises many types for a file that it cannot read
-        raise DataError(f"{path}: not a readable parquet file ({error})") from error
-    if field not in (ROW, *file.schema_arrow.names):
-        columns = ", ".join(map(repr, file.schema_arrow.names))
-        raise DataError(f"{path}: no field {field!r}; the columns are {columns}")
-    return file
+    with nullcontext(path) if isinstance(path, Path) else path.opened() as source:
+        try:
+            with parquet.ParquetFile(source if isinstance(source, Path) else source.raw) as file:
+                if field not in (ROW, *file.schema_arrow.names):
+                    columns = ", ".join(map(repr, file.schema_arrow.names))
+                    raise DataError(f"{path}: no field {field!r}; the columns are {columns}")
+                yield file
+        except DataError:
+            raise
+        except Exception as error:  # pyarrow raises many types for a file that it cannot read
+            raise DataError(f"{path}: not a readable parquet file ({error})") from error
 
 
 def _parquet(chunk: TextChunk) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the place and the columns of each row of a chunk, as ``_rows`` does."""
-    file = _parquet_file(chunk.path, chunk.field)
-    row = sum(file.metadata.row_group(i).num_rows for i in range(chunk.first))
     columns = None if chunk.field == ROW else [chunk.field]
-    try:
+    with _parquet_file(chunk.file, chunk.field) as file:
+        row = sum(file.metadata.row_group(i).num_rows for i in range(chunk.first))
         for batch in file.iter_batches(256, row_groups=range(chunk.first, chunk.last), columns=columns):
             for record in batch.to_pylist():
                 yield f"{chunk.path}, row {row}", record
                 row += 1
-    except Exception as error:
-        raise DataError(f"{chunk.path}: not a readable parquet file ({error})") from error
 
 
 def _rows(chunk: TextChunk) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -381,11 +397,11 @@ _ROW_READERS: dict[str, Callable[[TextChunk], Iterator[tuple[str, dict[str, Any]
 
 
 def describe(chunks: Sequence[TextChunk]) -> list[list[Any]]:
-    """Return everything that decides the content of the chunks: paths, ranges, and size and mtime of each file."""
+    """Return everything that decides the content of the chunks: paths, ranges, and size and mtime or ETag of each."""
     described = []
     for chunk in chunks:
         path = Path(chunk.path.split("\0")[0])
         status = path.stat() if path.is_file() else None
-        stamp = [status.st_size, status.st_mtime_ns] if status else []
+        stamp = [*(chunk.head or ()), *([status.st_size, status.st_mtime_ns] if status else [])]
         described.append([chunk.kind, chunk.path, chunk.first, chunk.last, chunk.field, *stamp])
     return described

@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Protocol
 
@@ -19,6 +20,7 @@ from megapar.files.data_files import (
     INDEXED,
     MOST_LISTED,
     PARQUET,
+    Listing,
     first_line,
     inspect,
     is_compressed,
@@ -30,14 +32,18 @@ from megapar.files.data_files import (
     refusal_of,
     text_of_line,
 )
+from megapar.files.data_object import BEGAN, DataFile, DataObject, found_at, name_of, size_of
 from megapar.files.paths import near_path
+from megapar.files.uri import is_stored
 
 BUILTIN = "builtin"
 MOCK = "mock"
 PYTHON = "python:"  # prefix of the name of data that Python code passes
 TEXT_FILE, JSONL_FILE, PARQUET_FILE = "TextFile", "JsonlFile", "ParquetFile"
 _UNPACKED = 4  # estimated ratio of text to the size of a compressed file
+_Notes = dict[str, list[str]]
 _LONGEST_FIRST_LINE = 1 << 20  # bytes; a longer first line is not checked in advance
+_inspected = lru_cache(4096)(inspect)  # of objects, which a run opens several times and which do not change
 
 
 class TextSource(Protocol):
@@ -93,7 +99,7 @@ def _write_builtin(path: Path) -> None:
 
 @dataclass(frozen=True)
 class FileSource:
-    """A file of documents, perhaps compressed.
+    """A file or an object of documents, perhaps compressed.
 
     ``read_as`` is part of content hashes, which checkpoints record, so these words must never change:
 
@@ -102,25 +108,33 @@ class FileSource:
         ParquetFile    documents are the column ``field``, read by the package ``pyarrow``
     """
 
-    path: Path
+    path: DataFile
     read_as: str
     field: str = FIELD
 
     @property
     def name(self) -> str:
-        """The path of the file."""
+        """The path or the URI of the file."""
         return str(self.path)
 
     @property
     def bytes(self) -> int:
         """The size of the file, as an estimate if it is compressed."""
-        return self.path.stat().st_size * (_UNPACKED if is_compressed(self.path) else 1)
+        return size_of(self.path) * (_UNPACKED if is_compressed(self.path) else 1)
 
     def content_hash(self, *, may_read: bool = True) -> str:
-        """Return a hash of the uncompressed bytes and the reader; remembered by the file's path, size and mtime."""
+        """Return a hash of the uncompressed bytes and the reader; remembered by the file's path, size and mtime.
+
+        Of an object, it is of size and ETag in place of the bytes, unless the store has no ETags.
+        """
         packed = is_compressed(self.path)
         unpacked = ("unpacked",) if packed else ()
         reader = (self.read_as, *(() if self.field == FIELD else (self.field,)))
+        if isinstance(self.path, DataObject):
+            size, etag = self.path.head
+            if not (etag or may_read):
+                raise Unread(self.bytes)
+            return hash_parts(*reader, *((str(size), etag) if etag else (self._sha256(),)))
         try:
             return hash_parts(*reader, cached_value(self.path, self._sha256, *unpacked, may_read=may_read))
         except Unread as unread:
@@ -144,7 +158,7 @@ class FileSource:
     def _has_blank_line(self) -> bool:
         """Return True if the file has a blank line between two other lines."""
         seen = blank = False
-        with opened(self.path) as file:
+        with opened(self.path, 0) as file:
             for _, line in numbered_lines(file):
                 if line is None or line.strip():
                     if blank:
@@ -167,26 +181,34 @@ def open_sources(
     Raises DataError if a path is missing, empty, or of a kind that is not read here.
 
     Args:
-        paths: Files, folders, or ``builtin``.
+        paths: Files, folders, URIs of objects and of folders with objects, or ``builtin``.
         field: The field or column of records that contains the document.
         report: Called with messages about the files of a folder that are skipped, and about files whose content is not
             what their names say.
         may_read: False raises Unread if whole files would have to be read to find copies.
     """
     sources: list[TextSource] = []
-    notes: dict[str, list[str]] = {}
+    notes: _Notes = {}
     for path in paths:
         if path == BUILTIN:
             sources.append(BuiltinSource())
-        elif Path(path).is_dir():
-            sources += _of_folder(Path(path), field, report, may_read, notes)
+        elif isinstance(named := _named(path), Listing):
+            sources += _of_folder(path, named, field, report, may_read, notes)
         else:
-            sources.append(_file_source(Path(path), field, notes))
+            sources.append(_file_source(named, field, notes))
     if not sources:
         raise DataError("no data path was given; --data-path builtin needs no file")
     for text, names in notes.items():
         report(f"{listed(names, MOST_LISTED)}: {text}")
     return tuple(sources)
+
+
+def _named(path: str) -> DataFile | Listing:
+    """Return the file that a path or a URI names, or the content of the folder."""
+    if is_stored(path):
+        found = BEGAN.get(path) or found_at(path)
+        return found if isinstance(found, DataObject) else listing(found)
+    return listing(Path(path)) if Path(path).is_dir() else Path(path)
 
 
 def unread_bytes(paths: Sequence[str], field: str = FIELD) -> int:
@@ -196,8 +218,9 @@ def unread_bytes(paths: Sequence[str], field: str = FIELD) -> int:
     """
     total = 0
     for path in paths:
-        for file in listing(Path(path)).taken if path != BUILTIN and Path(path).is_dir() else (path,):
-            source = BuiltinSource() if file == BUILTIN else _file_source(Path(file), field, {})
+        named = Path() if path == BUILTIN else _named(path)
+        for file in named.taken if isinstance(named, Listing) else (named,):
+            source = BuiltinSource() if path == BUILTIN else _file_source(file, field, {})
             try:
                 source.content_hash(may_read=False)
             except Unread as unread:
@@ -206,52 +229,52 @@ def unread_bytes(paths: Sequence[str], field: str = FIELD) -> int:
 
 
 def _of_folder(
-    folder: Path, field: str, report: Callable[[str], object], may_read: bool, notes: dict[str, list[str]]
+    folder: str, content: Listing, field: str, report: Callable[[str], object], may_read: bool, notes: _Notes
 ) -> list[TextSource]:
     """Return the files of a folder, each content once, because a second copy is usually a mistake."""
-    files, not_read = listing(folder)
+    files, not_read = content
     if not files:
-        raise DataError(f"{folder}: {nothing_read(folder)}")
+        raise DataError(f"{folder}: {nothing_read(content)}")
     sources: list[TextSource] = []
     skipped = [f"{name} ({reason})" for name, reason in not_read]
-    twins, seen = _may_be_copies(files), dict[str, Path]()
+    twins, seen = _may_be_copies(files), dict[str, DataFile]()
     for file in files:
         source = _file_source(file, field, notes)
         first = seen.setdefault(source.content_hash(may_read=may_read), file) if file in twins else file
         if first is file:
             sources.append(source)
         else:
-            skipped.append(f"{file.name} (the same content as {first.name})")
+            skipped.append(f"{name_of(file).name} (the same content as {name_of(first).name})")
     if skipped:
         entries = f"{len(sources)} of {len(sources) + len(skipped)} entries"
         report(f"{folder}: {entries} are read, skipped: {listed(skipped, MOST_LISTED)}")
     return sources
 
 
-def _may_be_copies(files: Sequence[Path]) -> set[Path]:
+def _may_be_copies(files: Sequence[DataFile]) -> set[DataFile]:
     """Return the files that have another file's size, or its name except for compression; only these are hashed."""
-    alike: dict[object, list[Path]] = {}
+    alike: dict[object, list[DataFile]] = {}
     for file in files:
-        for mark in (file.stat().st_size, file.stem if is_compressed(file) else file.name):
+        for mark in (size_of(file), name_of(file).stem if is_compressed(file) else name_of(file).name):
             alike.setdefault(mark, []).append(file)
     return {file for group in alike.values() if len(group) > 1 for file in group}
 
 
-def _file_source(path: Path, field: str, notes: dict[str, list[str]]) -> TextSource:
+def _file_source(path: DataFile, field: str, notes: _Notes) -> TextSource:
     """Return the source of one file. ``notes`` receives the files whose content is not what their names say."""
     if str(path) == MOCK:
         raise DataError("mock makes random tokens and cannot be mixed with text; pass --data-path mock alone")
-    if not path.is_file():
+    if isinstance(path, Path) and not path.is_file():
         raise DataError(f"{path}: no such file. {near_path(str(path))} Text, JSONL and parquet files can be read")
-    if not os.access(path, os.R_OK):
+    if isinstance(path, Path) and not os.access(path, os.R_OK):
         raise DataError(f"{path}: no permission to read the file; change its permissions")
-    if path.stat().st_size == 0:
+    if size_of(path) == 0:
         raise DataError(f"{path}: the file is empty; pass a file with text in it")
-    if path.suffix in INDEXED:
+    if name_of(path).suffix in INDEXED:
         raise DataError(f"{path}: contains tokens, but text is needed; pass the text, JSONL or parquet file")
     if reason := refusal_of(path):
         raise DataError(f"{path}: {reason}")
-    defect, records, note = inspect(path, field)
+    defect, records, note = (inspect if isinstance(path, Path) else _inspected)(path, field)
     if defect:
         raise DataError(f"{path} {defect}")
     if note:

@@ -36,7 +36,7 @@ from megapar.training.building.epochs import chat_options
 
 
 def with_fetched_data(config: Config) -> Config:
-    """Return the configuration with copies, in this node's cache, of the data in object stores. Raises DataError."""
+    """Return the configuration with copies, in this node's cache, of tokens in object stores. Raises DataError."""
     data = config.data
     data = replace(data, data_path=fetched(data.data_path), eval_data_path=fetched(data.eval_data_path))
     return config if data == config.data else replace(config, data=data)
