@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from megapar.arguments import Config
 from megapar.core.context_parallel.halo import most_keys, rows_exchanged
-from megapar.core.context_parallel.positions import RING, ULYSSES, choose_layout
+from megapar.core.context_parallel.positions import RING, ULYSSES
 from megapar.core.device.attention.table import LARGEST_GROUP
 from megapar.core.device.kinds import DeviceKind
 from megapar.core.optimizer.states import states_of
@@ -30,7 +30,7 @@ from megapar.planning.assume import Assumed
 from megapar.training.building.attention_backend import repeats_keys
 from megapar.training.building.device_choices import DispatchChoice, assumed_node, dispatch_choice, tensor_overlap
 from megapar.training.building.matrices import marked
-from megapar.training.building.partition import ITEM_BYTES, effective_schedule, make_stages
+from megapar.training.building.partition import ITEM_BYTES, effective_schedule, make_layout, make_stages
 
 T = TypeVar("T")
 
@@ -98,7 +98,7 @@ class PlannedRun:
         """Description of a rank for the cost formulas."""
         config, grid = self.config, self.config.grid
         item = ITEM_BYTES[self.dtype]
-        rows, keys = self._in_windows
+        rows, seen, keys = self._in_windows
         view = RankView(
             seq_length=self.sizes.seq_length,
             samples=config.training.micro_batch_size,
@@ -116,6 +116,7 @@ class PlannedRun:
             ulysses=config.parallel.context_parallel_algo == ULYSSES,
             ring=config.parallel.context_parallel_algo == RING,
             window_rows=rows,
+            window_seen=seen,
             window_keys=keys,
             selective_recompute=config.recompute.recompute_granularity == "selective",
             ampipe_degree=config.ampipe.ampipe_degree,
@@ -133,22 +134,13 @@ class PlannedRun:
         return self.assumed.rank_view(view)
 
     @property
-    def _in_windows(self) -> tuple[int, float]:
+    def _in_windows(self) -> tuple[int, int, float]:
         """The rows and the keys of ``RankView`` in a layer with a window; ranks that exchange heads are alike."""
-        parallel, ampipe, sizes = self.config.parallel, self.config.ampipe, self.sizes
+        parallel, sizes = self.config.parallel, self.sizes
         if parallel.cp_degree == 1 or parallel.context_parallel_algo == ULYSSES:
-            return 0, 1.0
-        layout = choose_layout(
-            parallel.context_parallel_algo,
-            parallel.cp_degree,
-            causal=sizes.causal,
-            length=sizes.seq_length,
-            slices=max(1, ampipe.ampipe_degree),
-            balanced=ampipe.ampipe_slicing == "balanced",
-            parts=parallel.mp_degree if parallel.sequence_parallel else 1,
-        )
-        window, length = max(sizes.windows, default=0), sizes.seq_length
-        return rows_exchanged(layout, window, length), most_keys(layout, window or length, length)
+            return 0, 0, 1.0
+        layout, window, length = make_layout(self.config), max(sizes.windows, default=0), sizes.seq_length
+        return *rows_exchanged(layout, window, length), most_keys(layout, window or length, length)
 
     @property
     def _in_triton(self) -> bool:

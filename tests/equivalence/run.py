@@ -27,8 +27,9 @@ from megapar.core.sharding.sharding import Sharding
 from megapar.data.own_data import OwnData
 from megapar.model.decoder.model import Decoder
 from megapar.trainer import Trainer
-from megapar.training.building.corpus import make_corpus, make_layout, make_own_corpus
+from megapar.training.building.corpus import make_corpus, make_own_corpus
 from megapar.training.building.epochs import with_epochs
+from megapar.training.building.partition import make_layout
 from megapar.training.building.parts import Parts
 from megapar.training.loop.callbacks import TrainerCallback
 from megapar.training.reports.record import Record

@@ -634,6 +634,7 @@ SHARED_SLICES_ROWS: tuple[Row, ...] = (
 # A run has 10 positions (cp 2 in zig-zag) or 5, so that a window of 13 has keys of several ranks.
 SHARED_WINDOWS = ("--seq-length", "40", *ALTERNATING[2:])
 WIDE_WINDOWS = ("--seq-length", "40", "--window-size", "13", *FOUR_LAYERS, "--window-attn-skip-freq", "[1,0,1,1]")
+ALL_SEEN = (*WIDE_WINDOWS[:3], "36", *WIDE_WINDOWS[4:])  # with slices, too, a rank gets all rows of the others
 
 SHARED_WINDOW_SUITE: tuple[Row, ...] = (
     Row("moe", 4, (*_cp(4, "ring"), *EP2), (*WIDE_WINDOWS, *BOUNDARIES), 2),
@@ -655,6 +656,8 @@ SHARED_WINDOW_ROWS: tuple[Row, ...] = (
     *(shared_slices_row(way, 2, ONLY_CP, CROSS, (*SHARED_WINDOWS, *DROPS), 2, BOUNDARIES) for way in ALGORITHMS),
     shared_slices_row("ring", 2, CP_SP, (*HIDDEN_MP, *CROSS), (*WIDE_WINDOWS, *DROPS), 1, _every(1)),
     shared_slices_row("allgather", 2, CP4, BALANCED, (*WIDE_WINDOWS, *DROPS), 2),
+    shared_slices_row("allgather", 2, ONLY_CP, CROSS, (*ALL_SEEN, *DROPS), 2, BOUNDARIES),
+    shared_slices_row("ring", 3, CP4, (), (*ALL_SEEN, *DROPS), 1, _every(1)),
 )
 
 NO_QUERY_RANK = ("--q-lora-rank", "none")

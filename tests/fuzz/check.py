@@ -14,7 +14,7 @@ import torch
 from megapar.arguments import Config, parse
 from megapar.errors import ConfigError
 from megapar.training.building.ampipe_degree import make_slicing
-from megapar.training.building.corpus import make_layout
+from megapar.training.building.partition import make_layout
 from megapar.training.loop.callbacks import TrainerCallback
 from megapar.training.loop.outline import outline
 from tests.equivalence.compare import UNITS, bits, differences, growth_between, overflows, rounding_differences

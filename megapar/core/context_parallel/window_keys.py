@@ -6,7 +6,7 @@
 
 The layout is that of layers without a window. All rows for a rank are one message, from each rank that holds some of
 them: if w is larger than a run, several do. Gradients of the keys return the same way. Documents cut what is sent: a
-row sees nothing before its own.
+row sees nothing before its own. With slices, rows that came for an earlier one are kept and do not come again.
 
 Shape letters: B batch, G key-value heads, S positions of this rank, D head size of keys, V of values, U keys that this
 rank's rows see.
@@ -14,7 +14,7 @@ rank's rows see.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,15 +37,18 @@ class WindowKeys:
     axis: Axis
     comm: CommContext
 
-    def fetch(self, k: Tensor, v: Tensor, halo: Halo) -> tuple[Tensor, Tensor]:
+    def fetch(
+        self, k: Tensor, v: Tensor, halo: Halo, kept: Callable[[Tensor], Tensor] = lambda arrived: arrived
+    ) -> tuple[Tensor, Tensor]:
         """Return keys [B, U, G, D] and values [B, U, G, V], in order of position, as ``halo.rows`` cuts them.
 
         k [B, S, G, D] and v [B, S, G, V] are those of this rank, in the order of its storage. Every rank must call it.
+        kept: returns the rows [B, any, G, D + V] that arrived so far, given those of this slice.
         """
         own = torch.cat((k, v), dim=-1).transpose(0, 1)  # [S, B, G, D + V]
         exchange = AllToAll(self.axis, tuple(sum(map(len, to)) for to in halo.sent), halo.received)
         message = _TakenRows.apply([(0, run) for to in halo.sent for run in to], own)
-        arrived = wait(*start(exchange, message, self.comm))
+        arrived = kept(wait(*start(exchange, message, self.comm)).transpose(0, 1)).transpose(0, 1)
         seen = _TakenRows.apply(halo.pieces, own, arrived).transpose(0, 1)
         keys, values = seen.split([k.shape[-1], v.shape[-1]], dim=-1)
         return keys, values

@@ -219,7 +219,7 @@ def _exchanged(operators: Operators, heads: _Heads, *, blockwise: bool) -> tuple
     if view.cp > 1 and view.ulysses:
         return out, 0.0  # the core's output before and after the all-to-all
     if view.cp > 1:  # in a window: the keys and values that this rank's rows see, joined, and their gradients
-        seen = 2 * (t + view.samples * view.window_rows) * heads.G * heads.D
+        seen = 2 * view.samples * view.window_seen * heads.G * heads.D
         return e * seen + (out if view.ampipe_degree <= 1 else 0.0), (e + w) * seen  # of several runs, joined
     return 0.0, 0.0
 

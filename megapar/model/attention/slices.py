@@ -56,7 +56,7 @@ class CausalSlices:
         self._more: dict[int, tuple[Tensor, ...]] = {}
         self._leaving: dict[int, Started] = {}
         self._entered = 0
-        self._keys, self._values = PrefixBuffer(), PrefixBuffer()
+        self._keys, self._values, self._arrived = PrefixBuffer(), PrefixBuffer(), PrefixBuffer()
         self._latents: list[Sequence[Tensor]] = []
         self._remade: Rematerialized | None = None
         self._shared: SharedSlices | None = None
@@ -112,7 +112,10 @@ class CausalSlices:
         place, total = places[number], places[-1].stop
         columns = (self._keys.add(k, place, total), self._values.add(v, place, total))
         if self._halos:
-            columns = attention.cp.window_keys.fetch(*columns, self._halos[number])
+            ends = [sum(map(len, halo.arrived)) for halo in self._halos]
+            came = slice(ends[number] - sum(self._halos[number].received), ends[number])
+            kept = partial(self._arrived.add, place=came, total=ends[-1])
+            columns = attention.cp.window_keys.fetch(*columns, self._halos[number], kept)
         attend = partial(self._attend, number=number, rows=attention.rows(context, place))
         y = consume(attend, q, columns, self._remade, selective=attention.selective)
         if attention.cp.deals_heads:

@@ -29,6 +29,7 @@ class RankView:
         ulysses: Context parallelism exchanges heads.
         ring: Context parallelism passes keys and values around a ring; without this and ``ulysses`` it gathers them.
         window_rows: The most rows of a sample that a rank of cp sends or receives for a layer with a window.
+        window_seen: The most keys of a sample that the rows of a rank of cp see there, summed over the slices.
         window_keys: Keys that rows see there on the rank of cp with most of them, relative to the mean.
         selective_recompute: The backward recomputes attention's core and the activations.
         ampipe_degree: Slices of a sequence, each of whose communication hides under the others' attention.
@@ -63,6 +64,7 @@ class RankView:
     ulysses: bool = False
     ring: bool = False
     window_rows: int = 0
+    window_seen: int = 0
     window_keys: float = 1.0
     selective_recompute: bool = False
     ampipe_degree: int = 1

@@ -43,7 +43,8 @@ from megapar.moe.node_dispatcher import NodeDispatcher, OutgoingRows
 from megapar.moe.token_dispatcher import TokenDispatcher
 from megapar.tools.tracing.fake import RememberingMode, replaced
 from megapar.trainer import Trainer
-from megapar.training.building.corpus import make_collate, make_corpus, make_layout
+from megapar.training.building.corpus import make_collate, make_corpus
+from megapar.training.building.partition import make_layout
 from megapar.training.building.parts import Parts, make_model, make_overlap
 from megapar.training.step.batches import Denominators
 from megapar.training.step.job import Model

@@ -9,9 +9,11 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from megapar.arguments import Config
+from megapar.core.context_parallel.halo import rows_exchanged
 from megapar.core.device.attention import table
 from megapar.core.device.kinds import DeviceKind
 from megapar.model.sizes import ModelSizes
+from megapar.training.building.partition import make_layout
 
 ULYSSES = "ulysses_cp_algo"
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # as a flag's -> as torch writes it
@@ -136,10 +138,14 @@ def _windowed(sizes: ModelSizes) -> int:
 
 def attention_kernels(config: Config, kind: DeviceKind) -> str:
     """Return the windows and the kernels of a run on devices of this kind, for the plan and the log."""
-    sizes, window = config.longest.model, max(config.model.windows)
+    sizes, window, parallel = config.longest.model, max(config.model.windows), config.parallel
     said = f"a window of {window} keys in {_windowed(sizes)} of {len(sizes.windows)} layers; "
     if not _windowed(sizes):
         said = f"no position has more keys than the window of {window}; " if window else ""
+    elif parallel.cp_degree > 1 and parallel.context_parallel_algo != ULYSSES:
+        (rows, _), length = rows_exchanged(make_layout(config), window, sizes.seq_length), sizes.seq_length
+        of = length - length // parallel.cp_degree
+        said += f"there a rank of cp gets {'all' if rows == of else f'at most {rows:,} of'} {of:,} rows of others; "
     return said + _kernels(config, kind)
 
 

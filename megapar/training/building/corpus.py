@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from math import gcd
 
 from megapar.arguments import Config
 from megapar.config.draft import is_given
@@ -13,7 +12,6 @@ from megapar.config.files import chat_day
 from megapar.config.run import SFT
 from megapar.core.comm.axis import Axis
 from megapar.core.comm.world import World
-from megapar.core.context_parallel.positions import SequenceLayout, choose_layout
 from megapar.data import corpus
 from megapar.data.batches import Collate, Loader, pinned
 from megapar.data.corpus import Corpus
@@ -30,9 +28,9 @@ from megapar.files.location import at
 from megapar.files.tokenizer_files import FOLDER
 from megapar.files.uri import is_stored
 from megapar.launch_environment import starts_before
-from megapar.training.building.ampipe_degree import make_slicing
 from megapar.training.building.attention_backend import skips_padding
 from megapar.training.building.epochs import chat_options
+from megapar.training.building.partition import make_layout
 
 
 def with_fetched_data(config: Config) -> Config:
@@ -160,21 +158,6 @@ def make_own_corpus(config: Config, data: OwnData) -> Corpus:
         packing=Packing(True, flags.reset_position_ids, flags.reset_attention_mask, flags.eod_mask_loss),
     )
     return _with_tasks(config, made)
-
-
-def make_layout(config: Config) -> SequenceLayout:
-    """Return how the ranks of cp share a sequence."""
-    parallel, slicing = config.parallel, make_slicing(config)
-    lengths = {config.model.seq_length, *(span.seq_length for span in config.phases.spans)}
-    return choose_layout(
-        parallel.context_parallel_algo,
-        parallel.cp_degree,
-        causal=config.model.causal,
-        length=gcd(*lengths),
-        slices=slicing.degree,
-        balanced=slicing.balanced,
-        parts=parallel.mp_degree if parallel.sequence_parallel else 1,
-    )
 
 
 def make_collate(config: Config, world: World, corpus: Corpus) -> Collate:

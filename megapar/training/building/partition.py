@@ -1,4 +1,4 @@
-"""The partition of a model: its stages of the pipeline, and the buckets of its parameters. Does not import torch.
+"""The partition of a model, its stages and buckets of parameters, and that of a sequence. Does not import torch.
 
 In buckets parameters are gathered and gradients reduced. The flags call a bucket a segment.
 """
@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from math import gcd
 
 from megapar.arguments import Config
+from megapar.core.context_parallel.positions import SequenceLayout, choose_layout
 from megapar.core.pipeline.schedule import ZERO_BUBBLE, style_of
 from megapar.core.pipeline.stages import CutError, PipelineLayers, Stages
 from megapar.core.sharding.bucket_plan import PlanError, PlannedBucket, by_anchors, by_bytes, by_unit
@@ -36,6 +38,21 @@ def pipeline_layers(sizes: ModelSizes) -> PipelineLayers:
 def placed(table: Iterable[ParameterSpec], stages: Stages) -> tuple[ParameterSpec, ...]:
     """Return the table with the stage of each row filled in."""
     return tuple(replace(spec, stage=stages.rank_of_unit(spec.unit)) for spec in table)
+
+
+def make_layout(config: Config) -> SequenceLayout:
+    """Return how the ranks of cp share a sequence."""
+    parallel, ampipe = config.parallel, config.ampipe
+    lengths = {config.model.seq_length, *(span.seq_length for span in config.phases.spans)}
+    return choose_layout(
+        parallel.context_parallel_algo,
+        parallel.cp_degree,
+        causal=config.model.causal,
+        length=gcd(*lengths),
+        slices=max(1, ampipe.ampipe_degree),
+        balanced=ampipe.ampipe_slicing == "balanced",
+        parts=parallel.mp_degree if parallel.sequence_parallel else 1,
+    )
 
 
 def make_stages(config: Config, sizes: ModelSizes) -> Stages:

@@ -31,8 +31,9 @@ from megapar.model.initialize import fill
 from megapar.model.spec import spec_of
 from megapar.moe.layer import MoeParts
 from megapar.training.building.ampipe_degree import Choose, choose, make_slicing
-from megapar.training.building.corpus import make_collate, make_layout
+from megapar.training.building.corpus import make_collate
 from megapar.training.building.device_choices import DispatchChoice, dispatch_choice, kind_of_run, tensor_overlap
+from megapar.training.building.partition import make_layout
 from megapar.training.step.batches import Denominators
 from megapar.training.step.dtypes import dtype_name
 from megapar.training.step.function_runner import make_runner, try_triton

@@ -21,21 +21,24 @@ def numbers_of(layout: SequenceLayout) -> list[int | None]:
     return [None] if layout.slices == 1 else list(range(layout.slices))
 
 
-def keys_of(layout: SequenceLayout, rank: int, mask: AttentionMask, number: int | None) -> list[int]:
-    """The positions of the keys in ``pieces``, from the rows that the other ranks send."""
+def keys_of(
+    layout: SequenceLayout, rank: int, mask: AttentionMask, number: int | None, arrived: list[int]
+) -> list[int]:
+    """The positions of the keys in ``pieces``, from the rows that the other ranks send; adds them to ``arrived``."""
 
     def positions(other: int) -> list[int]:
         runs = layout.runs(LENGTH, other)[: None if number is None else number + 1]
         return [at for run in runs for at in run]
 
     halo = halo_of(layout, rank, mask, number)
-    arrived = []
     for other in range(layout.size):
         sent = halo_of(layout, other, mask, number).sent[rank]
         rows = [positions(other)[row] for run in sent for row in run]
         assert len(rows) == halo.received[other]
         arrived += rows
     assert not set(arrived) & set(positions(rank))
+    assert len(set(arrived)) == len(arrived)  # never twice, however many slices see it
+    assert arrived == [at for run in halo.arrived for at in run]
     sources = (positions(rank), arrived)
     return [sources[source][row] for source, run in halo.pieces for row in run]
 
@@ -46,9 +49,9 @@ def keys_of(layout: SequenceLayout, rank: int, mask: AttentionMask, number: int 
 def test_each_run_gets_the_keys_that_its_rows_see(layout: SequenceLayout, window: int, ends) -> None:
     mask = AttentionMask(2, LENGTH, causal=True, ends=ends).within(window)
     for rank in range(layout.size):
-        rows: list[int] = []
+        rows, arrived, kept = list[int](), list[int](), 0
         for number in numbers_of(layout):
-            halo, keys = halo_of(layout, rank, mask, number), keys_of(layout, rank, mask, number)
+            halo, keys = halo_of(layout, rank, mask, number), keys_of(layout, rank, mask, number, arrived)
             seen: set[int] = set()
             for run, own, part in zip(halo.runs, halo.queries, halo.rows, strict=True):
                 assert own.stop - own.start == len(run)
@@ -56,7 +59,9 @@ def test_each_run_gets_the_keys_that_its_rows_see(layout: SequenceLayout, window
                 seen |= set(keys[part])
                 rows += run
             assert sorted(seen) == keys  # each once, and nothing else
+            kept += len(keys)
         assert rows == layout.positions(LENGTH, rank)
+        assert ends or kept <= rows_exchanged(layout, window, LENGTH)[1]
 
 
 def test_the_first_key_is_that_of_the_longest_document_at_a_position() -> None:
@@ -67,13 +72,13 @@ def test_the_first_key_is_that_of_the_longest_document_at_a_position() -> None:
 
 
 def test_a_rank_exchanges_at_most_a_window_before_each_run() -> None:
-    """Twice in zig-zag, d times with d slices, and at once never more than all keys of the others."""
+    """Twice in zig-zag, d times with d slices, and never more than all keys of the others."""
     for window in (2, 5):
         for layout, runs in zip(LAYOUTS, [1, 1, 1, 2, 1, 2, 3, 2, 2], strict=True):
-            assert rows_exchanged(layout, window, LENGTH) == runs * (window - 1)
-    for layout in LAYOUTS[:6]:
-        assert rows_exchanged(layout, LENGTH - 1, LENGTH) <= LENGTH - LENGTH // layout.size
-    assert rows_exchanged(LAYOUTS[0], 1, LENGTH) == 0
+            assert rows_exchanged(layout, window, LENGTH)[0] == runs * (window - 1)
+    for layout in LAYOUTS:
+        assert rows_exchanged(layout, LENGTH - 1, LENGTH)[0] == LENGTH - LENGTH // layout.size
+    assert [rows_exchanged(LAYOUTS[0], window, LENGTH) for window in (0, 1, 5)] == [(0, 0), (0, 24), (4, 28)]
 
 
 @pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout.size > 1])

@@ -7,6 +7,7 @@ import torch
 
 from megapar.core.attention_mask import AttentionMask
 from megapar.core.comm.comm_bytes import CommBytes
+from megapar.core.context_parallel.halo import halos_of, rows_exchanged
 from megapar.core.context_parallel.positions import GATHERED, RING, ULYSSES
 from megapar.core.context_parallel.window_keys import _TakenRows
 from megapar.core.device.attention.documents import packed_attention_reference
@@ -22,10 +23,15 @@ CPU = torch.device("cpu")
 def attended(method, q, k, v, mask, *, flash):
     """q, k, v [B, S/cp, heads, D] of this rank to y of the same, at once or slice by slice."""
     device, packed = DeviceMask(mask), packed_attention_slice_merged if flash else packed_attention_slice_reference
-    parts, before = [], 0
+    parts, arrived, before = [], [], 0
+
+    def kept(rows):
+        arrived.append(rows)
+        return torch.cat(arrived, dim=1)
+
     for halo in method.halos(mask):
         rows = sum(map(len, halo.runs))
-        keys, values = method.window_keys.fetch(k[:, : before + rows], v[:, : before + rows], halo)
+        keys, values = method.window_keys.fetch(k[:, : before + rows], v[:, : before + rows], halo, kept)
         for run, own, seen in zip(halo.runs, halo.queries, halo.rows, strict=True):
             heads = (q[:, before:][:, own], keys[:, seen], values[:, seen])
             cut = device.cut(slice(run.start, run.stop))
@@ -55,7 +61,7 @@ def compare(rank, size, algorithm, name, window, slices=1, dtype=torch.float64):
     ("size", "name", "window", "slices"),
     [
         *((2, "causal", 2, 1), (2, "documents", 5, 1), (3, "documents", 7, 1), (4, "causal", 20, 1)),
-        *((4, "documents", 11, 1), (2, "causal", 5, 3), (4, "documents", 15, 2)),
+        *((4, "documents", 11, 1), (2, "causal", 5, 3), (4, "documents", 15, 2), (4, "documents", 22, 4)),
     ],
 )
 def test_a_window_is_that_of_one_process(algorithm, size, name, window, slices):
@@ -77,6 +83,21 @@ def test_only_the_keys_before_a_run_are_sent_once_each_way():
         assert sent == {("cp", "all_to_all"): 2 * 4 * row}
     for _, forward, backward, _ in run_ranks(2, compare, GATHERED, "causal", 5, 3):
         assert forward == backward == ["all_to_all ^", "all_to_all v"] * 3
+
+
+@pytest.mark.parametrize(("window", "rows"), [(5, 8), (14, 23), (15, 24), (20, 24), (47, 24)])
+def test_rows_of_several_slices_are_sent_once(window, rows):
+    """A rank of two has 24 rows: in a window of 15 and more, three slices get them all, as in a full exchange."""
+    row, mask = 2 * SAMPLES * GROUPS * SIZE * 8, MASKS["causal"].within(window)
+    layout = make(0, 2, RING, RecordedTraffic(), slices=3).layout
+    counts = []
+    for rank, (error, _, _, sent) in enumerate(run_ranks(2, compare, RING, "causal", window, 3)):
+        halos = halos_of(layout, rank, mask)
+        counts += [sum(len(run) for halo in halos for to in halo.sent for run in to)]
+        counts += [sum(sum(halo.received) for halo in halos)]
+        assert sent == {("cp", "all_to_all"): sum(counts[-2:]) * row}
+        assert error < 1e-12
+    assert max(counts) == rows_exchanged(layout, window, LENGTH)[0] == rows
 
 
 def test_layouts_without_an_exchange_have_none():

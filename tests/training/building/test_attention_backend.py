@@ -164,6 +164,15 @@ def test_the_plan_and_the_log_name_the_kernels(line, kind, text):
     assert attention_kernels(config_of(line), kinds()[kind]) == text
 
 
+@pytest.mark.parametrize(("window", "rows"), [(8, "at most 7 of 8"), (9, "all 8")])
+def test_ranks_of_cp_get_no_more_rows_for_a_window_than_there_are(window, rows):
+    layout = "moe --ep-degree 2 --cp-degree 2 --ampipe-degree 2 --seq-length 16 --window-size"
+    said = attention_kernels(config_of(f"{layout} {window}", world=2), kinds()["cpu"])
+    assert f"layers; there a rank of cp gets {rows} rows of others; torch's" in said
+    ulysses = config_of(f"{layout} {window} --context-parallel-algo ulysses_cp_algo", world=2)
+    assert "layers; torch's" in attention_kernels(ulysses, kinds()["cpu"])
+
+
 @pytest.mark.parametrize(
     ("steps", "said"),
     [(3, "no position has more keys than the window of 64;"), (4, "a window of 64 keys in 2 of 2 layers;")],
