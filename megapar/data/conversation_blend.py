@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -17,7 +17,10 @@ from megapar.data.sampling.packs import BEST_FIT, TOKEN, Packs, plan_of
 from megapar.data.sampling.samples import TokenPieces
 from megapar.data.tokenizers.huggingface_tokenizer import HuggingFaceTokenizer
 from megapar.data.tokenizers.load import load_tokenizer
+from megapar.data.tokenizers.tokenizer import Tokenizer
 from megapar.data.tokens.conversations import STOP, ConversationStore, conversation_stores
+from megapar.data.tokens.indexed import without_suffix
+from megapar.data.tokens.prepared import check_chat
 from megapar.data.tokens.split import Split, TrainHeldout
 from megapar.data.tokens.token_cache import TokenCache
 from megapar.errors import DataError
@@ -58,6 +61,12 @@ class ChatOptions:
         if settings is None:
             raise DataError(no_template(tokenizer_model))
         return settings
+
+    def compare(self, prefixes: Iterable[str], settings: ChatSettings | None, tokenizer: Tokenizer) -> list[str]:
+        """Return notes about prepared conversations. Raises DataError if others than the settings encoded them."""
+        facts = (settings or ChatSettings("", None, self.turns)).facts(tokenizer)
+        facts = facts if settings else {name: facts[name] for name in ("tokenizer", "turns")}
+        return [note for prefix in prefixes if (note := check_chat(prefix, facts))]
 
     def facts(self, settings: ChatSettings | None) -> dict[str, str]:
         """Return what is known of these options before the data is read, for checkpoints."""
@@ -122,6 +131,8 @@ def open_conversations(
     def opened(source: BlendSource, split: Split | None) -> TrainHeldout[ConversationStore]:
         dataset = source.indexed
         if dataset is not None:
+            for note in options.compare([dataset.prefix], cache.chat, cache.tokenizer):
+                report(note)
             dataset.check_ids(cache.tokenizer.size)
         elif cache.chat is None:
             raise DataError(no_template(str(cache.path)))
@@ -154,6 +165,13 @@ def packs_of(
     if note:
         report(note)
     return Packs(store, plan_of(store, options.packing, seq_length + 1, seed), options.loss)
+
+
+def compared(data_path: Sequence[str], options: ChatOptions, tokenizer_model: str) -> list[str]:
+    """Return the notes of ``ChatOptions.compare`` about the prepared conversations among some paths, or its error."""
+    prefixes = [without_suffix(group.paths[0]) for group in groups_of(data_path) if group.indexed]
+    tokenizer = chat_tokenizer(load_tokenizer(tokenizer_model)) if prefixes else None
+    return [] if tokenizer is None else options.compare(prefixes, options.settings(tokenizer), tokenizer)
 
 
 def prepared_packs(

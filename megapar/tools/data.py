@@ -59,7 +59,7 @@ def _inputs(parser: argparse.ArgumentParser) -> None:
 
 def _prepare_flags(parser: argparse.ArgumentParser) -> None:
     _inputs(parser)
-    parser.add_argument("--output", required=True, metavar="PREFIX", help="write PREFIX.bin, .idx and .hashes")
+    parser.add_argument("--output", required=True, metavar="PREFIX", help="write PREFIX.bin, .idx, .hashes (and .chat)")
     parser.add_argument("--tokenizer-model", required=True, help="sentencepiece model or Hugging Face tokenizer")
     parser.add_argument("--workers", type=count, default=cores(), help="number of processes (default: all cores)")
     parser.add_argument("--no-append-eod", action="store_true", help="do not append the end token to each document")

@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megapar.data.cache import hash_parts
 from megapar.data.chat.chat_template import ChatTemplate
 from megapar.data.chat.spans import rendered_spans, targets_of, trimmed
 from megapar.data.lazy_numpy import np
 from megapar.data.text.chunks import BadRecords, LineNumbers, TextChunk
 from megapar.data.tokenizers.huggingface_tokenizer import HuggingFaceTokenizer
+from megapar.data.tokenizers.ids import facts_of
 from megapar.data.tokenizers.tokenizer import Tokenizer
 from megapar.errors import DataError
 from megapar.files.conversation import Conversation, conversation_of
@@ -33,6 +35,11 @@ class ChatSettings:
     template: str
     day: str | None
     turns: str
+
+    def facts(self, tokenizer: Tokenizer) -> dict[str, str | None]:
+        """Return what decides tokens and targets, in short, as prepared conversations record it."""
+        ids = str((facts_of(tokenizer) or {}).get("ids"))[:16]
+        return {"tokenizer": ids, "template": hash_parts(self.template)[:16], "turns": self.turns, "day": self.day}
 
 
 class EncodedConversation(NamedTuple):

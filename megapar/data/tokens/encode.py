@@ -20,6 +20,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,7 @@ def encode(
     keep_parts: bool,
     progress: Progress = lambda done, total, result: None,
 ) -> Done:
-    """Write PREFIX.bin and PREFIX.idx, one sequence per document, and PREFIX.hashes (see prepared.py).
+    """Write PREFIX.bin and PREFIX.idx, one sequence per document, and what belongs to them (see prepared.py).
 
     Memory is bounded by the number of workers and the longest document, not by the input. Raises DataError if an input
     is broken; PREFIX then has no files, or its old ones.
@@ -168,7 +169,8 @@ def _written(job: EncodeJob, tokenizer: Tokenizer, workers: int, progress: Progr
             remove_parts(folder)
             what = "documents" if job.encoding.chat is None else "conversations"
             raise DataError(f"{job.names}: the corpus contains no {what}")
-        builder.finalize(hashes.finish)
+        facts = None if job.encoding.chat is None else job.encoding.chat.facts(tokenizer)
+        builder.finalize(partial(hashes.finish, facts=facts))
     return total
 
 

@@ -312,7 +312,7 @@ class IndexedDatasetBuilder:
     def finalize(self, before_index: Callable[[Path], None] | None = None) -> None:
         """Write the index, sync both files and rename them. Raises DataError if a document was not ended.
 
-        ``before_index`` is called with the path of the finished index before it is renamed, to write PREFIX.hashes.
+        ``before_index`` is called with the path of the finished index before its rename, to write what belongs to it.
         """
         out = self._files["idx"]
         for kind in self._files:
@@ -333,8 +333,8 @@ class IndexedDatasetBuilder:
             self._files[kind].flush()
             os.fsync(self._files[kind].fileno())
         # Between the two renames no index exists, so that an index never belongs to other data, not even on disk.
-        Path(f"{self.prefix}.idx").unlink(missing_ok=True)
-        Path(f"{self.prefix}.hashes").unlink(missing_ok=True)
+        for suffix in ("idx", "hashes", "chat"):
+            Path(f"{self.prefix}.{suffix}").unlink(missing_ok=True)
         folder = Path(self.prefix).parent
         sync_folder(folder)
         os.replace(self._paths["bin"], f"{self.prefix}.bin")

@@ -8,26 +8,30 @@ Little endian, without gaps; written by ``megapar data prepare`` next to PREFIX.
     16      8      D, uint64: documents
     24      32     SHA-256 of the PREFIX.idx that it belongs to
     56      8 D    the first 8 bytes of the SHA-256 of each document's text, uint64
+
+PREFIX.chat, of conversations: a JSON object with the hash of the index, and what encoded them (``ChatSettings.facts``).
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megapar.data.cache import cached_value
 from megapar.data.lazy_numpy import np
 from megapar.data.tokens.indexed import without_suffix
 from megapar.errors import DataError
+from megapar.files.disk import write_file
 from megapar.files.manifest import sha256_of
-from megapar.files.regular_file import open_regular
+from megapar.files.regular_file import open_regular, read_json
 
 MAGIC, VERSION = b"MPHASHES", 1
 HEADER = struct.Struct("<8sQQ32s")
-SUFFIX = ".hashes"
+SUFFIX, CHAT = ".hashes", ".chat"
 
 
 def hashes_path(path: str | os.PathLike[str]) -> Path:
@@ -46,11 +50,31 @@ def hashes_of(texts: Sequence[str]) -> np.ndarray:
     return np.frombuffer(b"".join(hashlib.sha256(text.encode()).digest()[:8] for text in texts), dtype="<u8")
 
 
+def check_chat(prefix: str, facts: Mapping[str, str | None]) -> str:
+    """Return a note about conversations without PREFIX.chat, or if only the day differs from ``facts``; else "".
+
+    Raises DataError if the file is damaged, or if it has other facts or another index.
+    """
+    path = Path(prefix + CHAT)
+    if not path.exists():
+        return f"{path} is missing, so what encoded the conversations is not compared with the run's template and flags"
+    try:
+        there, here = read_json(path), {"index": index_hash(prefix), **facts}
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read ({error}); prepare the conversations again") from error
+    others = [name for name in here if there.get(name) != here[name]]
+    changes = ", ".join(f"{name} {there.get(name)}, where the run has {here[name]}" for name in others)
+    if set(others) - {"day"}:
+        fix = "pass the --tokenizer-model, --chat-template and --sft-turns of these, or prepare them again"
+        raise DataError(f"{path}: the conversations were encoded with {changes}; {fix}")
+    return f"{path}: the conversations were encoded with {changes}" if others else ""
+
+
 class HashesWriter:
     """Writes PREFIX.hashes under a temporary name; ``finish`` renames it, and without ``finish`` it is removed."""
 
     def __init__(self, prefix: str) -> None:
-        self._path = hashes_path(prefix)
+        self._path, self._chat = hashes_path(prefix), Path(prefix + CHAT)
         self._aside = Path(f"{self._path}.unfinished")
         self._file = open(self._aside, "wb")  # noqa: SIM115
         self._file.write(bytes(HEADER.size))
@@ -66,8 +90,13 @@ class HashesWriter:
         """Append the hashes of the next documents."""
         self._file.write(hashes.astype("<u8", copy=False).tobytes())
 
-    def finish(self, index: Path) -> None:
-        """Record the index that the hashes belong to, which may still have a temporary name, and sync the file."""
+    def finish(self, index: Path, facts: Mapping[str, str | None] | None = None) -> None:
+        """Record the index that the hashes belong to, which may still have a temporary name, and sync the file.
+
+        facts: What encoded conversations, for PREFIX.chat.
+        """
+        if facts is not None:
+            write_file(self._chat, json.dumps({"index": sha256_of(index), **facts}, indent=1).encode())
         documents = (self._file.tell() - HEADER.size) // 8
         self._file.seek(0)
         self._file.write(HEADER.pack(MAGIC, VERSION, documents, bytes.fromhex(sha256_of(index))))

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from megapar.arguments import Config
 from megapar.compatibility import check
-from megapar.config.run import DataOptions
-from megapar.data.conversation_blend import ChatOptions, prepared_packs
+from megapar.config.run import SFT, DataOptions
+from megapar.data.conversation_blend import ChatOptions, compared, prepared_packs
 from megapar.data.corpus import DEFAULT_SPLIT
 from megapar.data.tokens.split import Split
 from megapar.errors import Complaint, ConfigError, DataError
@@ -47,19 +47,23 @@ def with_epochs(config: Config, samples: int) -> Config:
 
 
 def with_known_epochs(config: Config) -> Config:
-    """Return the configuration with the steps of ``--train-epochs`` if the data is prepared, and a note about them.
+    """Return the configuration with the steps of ``--train-epochs`` if the data is prepared, and notes about it.
 
-    Imports no torch. Raises ConfigError if a run would.
+    Raises ConfigError if a run would, also if others than the run's template and flags encoded the conversations.
     """
     epochs, data = config.training.train_epochs, config.data
-    if not epochs:
+    if data.task != SFT or data.tokenizer_model is None:
         return config
     split = None if data.eval_data_path else Split.parse(data.split or DEFAULT_SPLIT)
     sizes = config.model.seq_length, config.training.seed
+    paths, chat = (*data.data_path, *(data.eval_data_path or ())), chat_options(data)
     try:
-        packs = prepared_packs(data.data_path, chat_options(data), split, *sizes)
+        notes = compared(paths, chat, data.tokenizer_model)
+        packs = prepared_packs(data.data_path, chat, split, *sizes) if epochs else None
     except (DataError, OSError) as error:
         raise ConfigError([Complaint("data", f"{error}.")]) from error
+    if not epochs:
+        return replace(config, notes=(*config.notes, *notes)) if notes else config
     if packs is None:
         note = (
             f"--train-epochs {epochs}: the number of steps is known when the conversations are encoded, and "
@@ -68,4 +72,4 @@ def with_known_epochs(config: Config) -> Config:
     else:
         config = with_epochs(config, packs)
         note = f"--train-epochs {epochs} of {packs:,} samples: {config.training.train_iters:,} steps"
-    return replace(config, notes=(*config.notes, note))
+    return replace(config, notes=(*config.notes, *notes, note))

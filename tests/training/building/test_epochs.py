@@ -15,7 +15,8 @@ from megapar.data.tokens.prepare import prepare
 from megapar.errors import ConfigError
 from megapar.tools.main import main
 from megapar.training.building.epochs import with_epochs, with_known_epochs
-from tests.support.chat import save_tokenizer, write_conversations
+from megapar.training.loop.outline import outline
+from tests.support.chat import CHATML, save_tokenizer, write_conversations
 
 SFT = ("--task", "sft", "--vocab-size", "400", "--micro-batch-size", "2", "--global-batch-size", "4")
 
@@ -96,3 +97,14 @@ def test_a_plan_and_validate_only_tell_the_steps(
     done = subprocess.run([sys.executable, str(script), *flags, "--validate-only"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert told[0].strip().removeprefix("note: ") in done.stdout
+
+
+def test_validate_only_refuses_conversations_of_another_template(prepared: tuple[str, str], tmp_path: Path) -> None:
+    tokenizer, prefix = prepared
+    (tmp_path / "other.jinja").write_text(CHATML + "{# of another version #}")
+    flags = ("--validate-only", *SFT, "--tokenizer-model", tokenizer, "--data-path", prefix)
+    with pytest.raises(ConfigError, match=r"were encoded with template .* where the run has"):
+        outline(parse("moe", (*flags, "--chat-template", str(tmp_path / "other.jinja"))))
+    assert with_known_epochs(same := parse("moe", flags)) is same
+    Path(f"{prefix}.chat").unlink()
+    assert "chat.chat is missing, so what encoded the conversations is not compared" in outline(same)
