@@ -8,7 +8,7 @@ wanted=$(sed -n 's/^docs = \[\(.*\)\].*/\1/p' pyproject.toml)
 if [ "$(cat .venv-docs/.wanted 2>/dev/null)" != "$wanted" ]; then
     [ -x .venv-docs/bin/python ] || "$python" -m venv .venv-docs
     # shellcheck disable=SC2046
-    if ! .venv-docs/bin/python -m pip install --quiet --disable-pip-version-check $(tr -d '",' <<< "$wanted"); then
+    if ! .venv-docs/bin/python -m pip install --quiet --disable-pip-version-check $(sed 's/", "/ /g; s/"//g' <<< "$wanted"); then
         echo "no mkdocs-material here: the site is not built"
         exit 0
     fi

@@ -142,7 +142,7 @@ def _time(plan: Plan) -> Iterator[str]:
     yield f"  bubble         {speed.bubble_share:.1%} of the pipeline"
     if (beside := max(beside_receives(plan.run, stage) for stage in range(plan.config.grid.pp))) > 1.0:
         blocks = plan.kind.device_class.queue_blocks
-        yield f"  receives       wait on {blocks} multiprocessors each; other kernels take {beside:.2f} times"
+        yield f"  receives       wait on {blocks} multiprocessors each; others take {beside:.2f} times as long"
     yield f"  exposed        {speed.exposed_seconds:.3f} s of communication, optimizer {speed.optimizer_seconds:.3f} s"
     if plan.run.with_matrices:
         iterations, sent = (part / speed.step_seconds for part in (speed.newton_schulz_seconds, speed.matrix_seconds))

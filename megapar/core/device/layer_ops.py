@@ -110,13 +110,11 @@ class BiasedGelu(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        rows = (triton_operators.flat_rows(t, 1) for t in (grads[0], *ctx.saved_tensors))
-        dx, of_bias = torch.ops.megapar.gelu_backward(*rows)
-        return dx.view(grads[0].shape), of_bias
+        return torch.ops.megapar.gelu_backward(*(t.contiguous() for t in (grads[0], *ctx.saved_tensors)))
 
 
 class DroppedSumNorm(torch.autograd.Function):
-    """layer_norm(x + dropout(y)), x [.., H], and the gradient of the bias [H] that is in y, by one operator.
+    """layer_norm(x + dropout(y)), x [.., H], and the gradient of the bias [H] in y, by one operator with the others.
 
     All have one dtype and are ``in_one_kernel``, with at most ``triton_operators.MOST_NORMED`` features.
     """
@@ -125,8 +123,8 @@ class DroppedSumNorm(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, y: Tensor, weight: Tensor, norm_bias: Tensor, bias: Tensor, epsilon: float, dropped: float
     ) -> Tensor:
-        y, kept = torch.native_dropout(y, dropped, True) if dropped else (y, None)
-        total, ctx.scale = x + y, 1 / (1 - dropped) if dropped < 1 else 0.0
+        y, kept = torch.native_dropout(y.contiguous(), dropped, True) if dropped else (y, None)
+        total, ctx.scale = (x + y).contiguous(), 1 / (1 - dropped) if dropped < 1 else 0.0
         result, *statistics = torch.native_layer_norm(total, total.shape[-1:], weight, norm_bias, epsilon)
         ctx.save_for_backward(total, *statistics, weight, kept)
         return result
@@ -134,11 +132,8 @@ class DroppedSumNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        *tensors, weight, kept = ctx.saved_tensors
-        rows = [None if t is None else triton_operators.flat_rows(t, 1) for t in (grads[0], *tensors, kept)]
-        dx, dropped, sums = torch.ops.megapar.norm_backward(*rows[:-1], weight, rows[-1], ctx.scale)
-        of_both = (x.view(grads[0].shape) for x in (dx, dx if kept is None else dropped))
-        return *of_both, *sums.unbind(), None, None
+        dx, dropped, sums = torch.ops.megapar.norm_backward(grads[0].contiguous(), *ctx.saved_tensors, ctx.scale)
+        return dx, dropped if dropped.numel() else dx, *sums.unbind(), None, None
 
 
 GATE_LIMIT, GATE_SLOPE = 7.0, 1.702  # of clamped swiglu: transformers' swiglu_limit and swiglu_alpha

@@ -114,7 +114,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, dtype: torch.dtype) -> tuple[T
 def swiglu(gate_up: Tensor, weights: Tensor | None, *, clamped: bool = False) -> Tensor:
     """Return silu(gate) * up of gate_up [.., 2, F], or clamped swiglu, times weights [.., 1] if given: [.., F]."""
     flat = None if weights is None else weights.flatten()
-    y: Tensor = torch.ops.megapar.swiglu(flat_rows(gate_up, 2), flat, clamped)
+    y: Tensor = torch.ops.megapar.swiglu(_rows(gate_up, 2), flat, clamped)
     return y.view(*gate_up.shape[:-2], -1)
 
 
@@ -123,7 +123,7 @@ def swiglu_backward(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the gradients of gate_up and of the weights for the gradient of ``swiglu``."""
     flat = None if weights is None else weights.flatten()
-    d_rows, d_weights = torch.ops.megapar.swiglu_backward(flat_rows(gradient, 1), flat_rows(gate_up, 2), flat, clamped)
+    d_rows, d_weights = torch.ops.megapar.swiglu_backward(_rows(gradient, 1), _rows(gate_up, 2), flat, clamped)
     return d_rows.view(gate_up.shape), None if weights is None else d_weights.view(weights.shape)
 
 
@@ -135,21 +135,19 @@ def cast_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def swiglu_cast(gate_up: Tensor, clamped: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``swiglu`` without weights, and its cast, as ``fp8.swiglu_cast_reference``."""
-    y, values, scale = torch.ops.megapar.swiglu_cast(flat_rows(gate_up, 2), clamped)
+    y, values, scale = torch.ops.megapar.swiglu_cast(_rows(gate_up, 2), clamped)
     return y.view(*gate_up.shape[:-2], -1), values, scale.t()
 
 
 def swiglu_cast_backward(gradient: Tensor, gate_up: Tensor, clamped: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradient of gate_up for that of ``swiglu_cast``, and its cast."""
-    d_rows, values, scale = torch.ops.megapar.swiglu_cast_backward(
-        flat_rows(gradient, 1), flat_rows(gate_up, 2), clamped
-    )
+    d_rows, values, scale = torch.ops.megapar.swiglu_cast_backward(_rows(gradient, 1), _rows(gate_up, 2), clamped)
     return d_rows.view(gate_up.shape), values, scale.t()
 
 
 def norm_cast(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the RMS norm of x [.., H], 1 / root of the mean of squares [.., 1], and the norm's cast."""
-    y, root, values, scale = torch.ops.megapar.norm_cast(flat_rows(x, 1), weight, epsilon)
+    y, root, values, scale = torch.ops.megapar.norm_cast(_rows(x, 1), weight, epsilon)
     return y.view(x.shape), root.view(*x.shape[:-1], 1), values, scale.t()
 
 
@@ -252,7 +250,7 @@ def update_adamw(
     torch.ops.megapar.update_adamw(*integers, *given, *table)
 
 
-def flat_rows(x: Tensor, dims: int) -> Tensor:
+def _rows(x: Tensor, dims: int) -> Tensor:
     """Return x as contiguous rows, [R, ..], of its last ``dims`` dims."""
     return x.contiguous().view(x.shape[:-dims].numel(), x.shape[-dims:].numel())
 
@@ -295,11 +293,11 @@ def _new_swiglu_gradients(
 
 
 def _new_gelu_gradient(gradient: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), x.new_empty(x.shape[1])
+    return torch.empty_like(x), x.new_empty(x.shape[-1])
 
 
 def _new_norm_gradients(gradient: Tensor, x: Tensor, *more: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(x), x.new_empty(0 if more[3] is None else x.shape), x.new_empty(3, x.shape[1])
+    return torch.empty_like(x), x.new_empty(0 if more[3] is None else x.shape), x.new_empty(3, x.shape[-1])
 
 
 def _new_rows(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import uuid
 from pathlib import Path, PurePath
 from typing import Any
 from unittest.mock import patch
@@ -180,7 +181,11 @@ def root(store_root: Location) -> Location:
 
 
 def save(root: Location, iteration: int) -> None:
-    put(folders.iteration_folder(root, iteration) / "layout.json", b"")
+    """Save as runs do: in a folder with a name of its own, which is published."""
+    folder = folders.iteration_folder(root, iteration)
+    made = root / f"{folder.name}.tmp-{uuid.uuid4().hex[:12]}"
+    put(made / "layout.json", b"")
+    made.publish(folder)
     folders.publish(root, iteration)
 
 

@@ -104,21 +104,23 @@ def _sum(parts, result, P, C):  # type: ignore[no-untyped-def]
 
 
 def gelu_backward(gradient: Tensor, x: Tensor, results: tuple[Tensor, Tensor]) -> None:
-    """Compute the gradient of x [R, F] for that of gelu(x), and the sums of its columns [F]."""
-    (R, F), (dx, total), parts = x.shape, results, _parts(x, x.shape[1])
+    """Compute the gradient of x [.., F] for that of gelu(x), and the sums of its columns [F]. All are contiguous."""
+    R, F, (dx, total) = x.numel() // x.shape[-1], x.shape[-1], results
+    parts = _parts(x, R, F)
     if R:
         _gelu[len(parts), triton.cdiv(F, COLUMNS.value)](gradient, x, dx, parts, R, F, num_warps=TILE_WARPS)
     _add_up(parts, total)
 
 
 def norm_backward(gradient: Tensor, x: Tensor, *more: Any) -> None:
-    """Compute the gradients [R, H] of a and b, and those of w, v and c, [3, H], in norm(a + dropout(b + c)).
+    """Compute the gradients [.., H] of a and b, and those of w, v and c, [3, H], in norm(a + dropout(b + c)).
 
-    more: Mean and rstd [R, 1] of x = a + dropout(b + c) in fp32, w [H] of the norm, whose bias is v, what dropout keeps
-    [R, H] and its factor, or None, and the results; without dropout one is for both.
+    more: Mean and rstd [.., 1] of x = a + dropout(b + c) in fp32, w [H] of the norm, whose bias is v, what dropout
+    keeps [.., H] and its factor, or None, and the results; without dropout one is for both. All are contiguous.
     """
     mean, rstd, weight, kept, scale, (dx, dropped, total) = more
-    (R, H), parts = x.shape, _parts(x, total.numel())
+    R, H = x.numel() // x.shape[-1], x.shape[-1]
+    parts = _parts(x, R, total.numel())
     block, mask = triton.next_power_of_2(H), None if kept is None else kept.view(torch.uint8)
     if R:
         arguments = gradient, x, mean, rstd, weight, mask, dx, dropped, parts, R, scale, H, block
@@ -126,8 +128,8 @@ def norm_backward(gradient: Tensor, x: Tensor, *more: Any) -> None:
     _add_up(parts, total)
 
 
-def _parts(x: Tensor, columns: int) -> Tensor:
-    return x.new_empty(triton.cdiv(x.shape[0], ROWS.value), columns, dtype=torch.float32)
+def _parts(x: Tensor, rows: int, columns: int) -> Tensor:
+    return x.new_empty(triton.cdiv(rows, ROWS.value), columns, dtype=torch.float32)
 
 
 def _add_up(parts: Tensor, total: Tensor) -> None:
