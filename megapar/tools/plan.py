@@ -131,7 +131,20 @@ def _add_outputs(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _refuse_unused(args: argparse.Namespace) -> None:
+    """Raise ConfigError for options that say nothing of what is printed."""
+    schedule, search = args.show_schedule, args.search
+    unused = [("--write", args.write, not search), ("--html", args.html, schedule), ("--ranks", args.ranks, schedule)]
+    unused += [("--ranks", args.ranks, search), ("--ranks", args.ranks, args.json), ("--svg", args.svg, not schedule)]
+    names = dict.fromkeys(name for name, given, without in unused if given and without)
+    if names:
+        message = f"{', '.join(names)}: no effect here."
+        fix = "--write is for --search, --svg for --show-schedule, --ranks and --html for a plan; --json has no lists."
+        raise ConfigError([Complaint("plan-unused", message, fix)])
+
+
 def _run(args: argparse.Namespace, flags: list[str]) -> int:
+    _refuse_unused(args)
     header = about(args.config)
     model, flags = _model(args.model, flags, header.script)
     kind, more = MODELS[model]

@@ -82,9 +82,8 @@ def run(day: Day) -> None:
                 if name in _WITH_SINKS:
                     sinks = torch.linspace(-8, 8, 8, device=day.place).to(dtype).requires_grad_()
                     sunk = Case(case.name, (*case.tensors, sinks), case.more)
-                    # The gradient of a sink is a sum over all rows, of both signs, which cancel.
-                    room = 3 * TOLERANCE[dtype]
-                    work = partial(compare, _with_sinks(form), _with_sinks(reference), sunk, room)
+                    tolerance = TOLERANCE[dtype]
+                    work = partial(compare, _with_sinks(form), _with_sinks(reference), sunk, tolerance, alike=True)
                     day.attempt(f"{name}: {case.name}, sinks, {named}", work)
         day.attempt(f"cross_entropy: {named}", partial(entropy, day, dtype))
         for score in SCORES:
@@ -121,8 +120,19 @@ def _with_sinks(form: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return attend
 
 
-def compare(form: Callable[..., Tensor], reference: Callable[..., Tensor], case: Case, tolerance: float) -> Answer:
-    """Compare result and gradients with those of the reference in fp64."""
+def compare(
+    form: Callable[..., Tensor],
+    reference: Callable[..., Tensor],
+    case: Case,
+    tolerance: float,
+    *,
+    alike: bool = False,
+) -> Answer:
+    """Compare result and gradients with those of the reference in fp64.
+
+    ``alike``: the upstream gradient has the signs of the result. The gradient of a sink is a sum of their products over
+    all rows, which would cancel.
+    """
     leaves = [x for x in case.tensors if x.requires_grad]
     wide = [x.detach().double().requires_grad_(x.requires_grad) if x.is_floating_point() else x for x in case.tensors]
     more = {n: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for n, x in case.more.items()}
@@ -130,6 +140,7 @@ def compare(form: Callable[..., Tensor], reference: Callable[..., Tensor], case:
     found = {"result": relative(got, want)}
     if leaves:
         grad = torch.randn_like(want)
+        grad = grad.abs() * want.detach().sign() if alike else grad
         got_grads = torch.autograd.grad(got, leaves, grad.to(got.dtype))
         want_grads = torch.autograd.grad(want, [x for x in wide if x.requires_grad], grad)
         found |= {f"gradient {i}": relative(a, b) for i, (a, b) in enumerate(zip(got_grads, want_grads, strict=True))}

@@ -104,3 +104,12 @@ def test_the_ranks_of_groups_are_listed_if_asked_for(mixtral: Plan) -> None:
     groups = "pp 4: 16 groups: 0 16 32 48 |"
     assert groups not in describe(mixtral)
     assert groups in describe(mixtral, groups=True)
+
+
+@pytest.mark.parametrize(
+    "flags", [["--write", "a.yaml"], ["--show-schedule", "--html", "a.html"], ["--json", "--ranks"], ["--svg", "a.svg"]]
+)
+def test_options_without_an_effect_are_refused(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--config", "tiny", *flags]) == 2
+    assert "no effect here" in capsys.readouterr().err
+    assert not list(Path.cwd().glob("a.*"))
