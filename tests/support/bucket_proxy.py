@@ -85,8 +85,8 @@ class _Handler(BaseHTTPRequestHandler):
             if kind == "lost answer":
                 self.close_connection = True
             else:
+                self.proxy.passed.sent[asked.verb] += len(content)  # before the answer: a reader goes on as it has it
                 self._answer(status, headers, content, cut=len(content) // 2 if kind == "cut" else None)
-                self.proxy.passed.sent[asked.verb] += len(content)
 
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _pass
 
