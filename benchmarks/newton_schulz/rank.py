@@ -16,7 +16,7 @@ from unittest.mock import patch
 from torch import Tensor
 
 from megapar.arguments import parse_or_exit
-from megapar.core.optimizer import newton_schulz
+from megapar.core.optimizer.muon import orthogonalize
 from megapar.trainer import train
 from megapar.training.loop.callbacks import TrainerCallback
 
@@ -30,7 +30,7 @@ class Iterations(TrainerCallback):
     def orthogonalize(self, *args: Any) -> Tensor:
         """Call the function of this name, and count its time."""
         start = time.perf_counter()
-        made = newton_schulz.orthogonalize(*args)
+        made = orthogonalize(*args)
         self._seconds += time.perf_counter() - start
         return made
 

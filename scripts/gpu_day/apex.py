@@ -15,8 +15,7 @@ from torch.nn import functional
 from megapar.core.device import apex
 from megapar.core.device.dtypes import add_product_wide
 from megapar.core.device.layer_ops import rms_norm_fused
-from megapar.core.optimizer.apex_adam import ApexAdamW
-from megapar.core.optimizer.update_rule import AdamW, Update
+from megapar.core.optimizer.update_rule import AdamW, ApexAdamW, Update
 from scripts.gpu_day.day import Answer, Day
 from scripts.gpu_day.timed import both_ways, median_seconds, normal
 

@@ -1,20 +1,29 @@
-"""The update of master weights from their gradients, by AdamW or SGD, with torch's fused kernels.
+"""The update of master weights from their gradients, by AdamW or SGD, with torch's fused kernels or others.
+
+``RoundedAdamW`` has two-byte state: moments, gradients, and master weights as remainders (``core.device.adamw``).
+``ApexAdamW`` has the states and step counts of ``AdamW``, and the kernel of NVIDIA apex's FusedAdam.
 
 Sources: Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization"; Sutskever et al. 2013, "On the importance
-of initialization and momentum in deep learning", in torch's form (the learning rate is outside of the momentum).
+of initialization and momentum in deep learning", in torch's form (the learning rate is outside of the momentum);
+NVIDIA/apex, ``apex/optimizers/fused_adam.py``, in its form for CUDA graphs (``capturable``).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
+from megapar.core.device.adamw import AdamWStep
+from megapar.core.device.apex import fused_adam
+from megapar.core.device.dtypes import widest
+from megapar.core.device.ops import op
 from megapar.core.device.tensor_piece import ShardPieces
 from megapar.core.optimizer.states import states_of
 from megapar.core.sharding.master_shard import MasterShard
@@ -186,3 +195,92 @@ class Sgd(UpdateRule):
             grad_scale=update.grad_scale,
         )
         update.count()
+
+
+@dataclass(frozen=True)
+class RoundedAdamW(AdamW):
+    """``AdamW`` whose moments and gradients may be bf16, and whose masters may be split.
+
+    Attributes:
+        rounds: For each moment, whether it is kept in bf16, or else in the dtype of the masters.
+    """
+
+    rounds: tuple[bool, bool] = (False, False)
+
+    def state_dtype(self, name: str, master: torch.dtype) -> torch.dtype:
+        """See ``UpdateRule``."""
+        return torch.bfloat16 if self.rounds[self.states.index(name)] else master
+
+    def apply(self, update: Update) -> None:
+        """See ``UpdateRule``."""
+        number = (update.steps[0] + 1).to(torch.int64)
+        step = AdamWStep(number, self._numbers(update), update.found_inf, update.grad_scale)
+        form, shards = op("adamw", step.numbers), (update.masters, update.grads, *update.states, update.weights)
+        for *tensors, pieces in zip(*shards, update.pieces, strict=True):
+            form(tuple(tensors), pieces, step)
+        update.count()
+
+    def _numbers(self, update: Update) -> Tensor:
+        """Return ``AdamWStep.numbers``, without a copy from the host, which would wait for the device."""
+        (beta1, beta2), number = self.betas, (update.steps[0] + 1).to(widest(update.steps[0].device))
+        rate, root = (1 - beta1**number).reciprocal() * update.lr, (1 - beta2**number).sqrt()
+        known = beta1, 1 - beta1, beta2, 1 - beta2, self.eps, 1 - update.lr * update.weight_decay
+        numbers = torch.stack([rate, root, *(torch.full_like(rate, value) for value in known)])
+        return numbers.to(torch.promote_types(update.grads[0].dtype, torch.float32))
+
+
+class _ApexScaler:
+    """The two methods of torch's GradScaler that FusedAdam calls."""
+
+    def __init__(self, found_inf: Tensor, scale: Tensor) -> None:
+        self._found_inf, self._scale = found_inf, scale
+
+    def _check_inf_per_device(self, _: object) -> dict[torch.device, Tensor]:
+        return {self._found_inf.device: self._found_inf}
+
+    def _get_scale_async(self) -> Tensor:
+        return self._scale
+
+
+class _ApexKernel:
+    """A FusedAdam of a number of masters, whichever they are in a step."""
+
+    def __init__(self, rule: AdamW, masters: list[Tensor]) -> None:
+        device = masters[0].device
+        options: dict[str, Any] = {"adam_w_mode": True, "capturable": True}
+        self._adam = fused_adam()(masters, lr=0.0, betas=rule.betas, eps=rule.eps, weight_decay=0.0, **options)
+        self._skipped = torch.zeros((), device=device)  # 1 if the last call changed nothing
+        self._one = torch.ones(1, device=device)
+
+    def apply(self, update: Update) -> None:
+        """Change masters, states and steps in place."""
+        group = self._adam.param_groups[0]
+        group["params"] = update.masters
+        group["lr"].fill_(update.lr)
+        group["weight_decay"] = update.weight_decay
+        # The count is the group's, and FusedAdam first adds 1, or nothing if its last call skipped an update.
+        group["step"] = (update.steps[0] + self._skipped).view(1).to(torch.int32)
+        self._adam.state.clear()
+        for master, grad, *moments in zip(update.masters, update.grads, *update.states, strict=True):
+            master.grad = grad
+            self._adam.state[master] = dict(zip(("exp_avg", "exp_avg_sq"), moments, strict=True))
+        found_inf = torch.zeros_like(self._one) if update.found_inf is None else update.found_inf
+        self._adam.step(grad_scaler=_ApexScaler(found_inf, self._one if update.grad_scale is None else update.grad_scale))
+        for master in update.masters:
+            master.grad = None
+        self._skipped.copy_(found_inf.view(()))
+        update.count()
+
+
+@dataclass(frozen=True)
+class ApexAdamW(AdamW):
+    """``AdamW`` by apex's kernel, for masters in fp32 on an NVIDIA GPU."""
+
+    _kernels: dict[int, _ApexKernel] = field(default_factory=dict, compare=False)  # by their number of masters
+
+    def apply(self, update: Update) -> None:
+        """See ``UpdateRule``."""
+        number = len(update.masters)
+        if number not in self._kernels:
+            self._kernels[number] = _ApexKernel(self, update.masters)
+        self._kernels[number].apply(update)

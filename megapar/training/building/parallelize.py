@@ -25,13 +25,11 @@ from megapar.core.device.base import Device
 from megapar.core.device.compiled import FunctionRunner
 from megapar.core.device.dtypes import at_least_fp32
 from megapar.core.device.kinds import TENSORWISE
-from megapar.core.optimizer.apex_adam import ApexAdamW
 from megapar.core.optimizer.muon import MuonOptimizer
 from megapar.core.optimizer.offload import OffloadedOptimizer
 from megapar.core.optimizer.optimizer import Optimizer
-from megapar.core.optimizer.rounded_adamw import RoundedAdamW
 from megapar.core.optimizer.tensor_pieces import TensorRegion, pieces_of, tensor_key
-from megapar.core.optimizer.update_rule import AdamW, Sgd, UpdateRule
+from megapar.core.optimizer.update_rule import AdamW, ApexAdamW, RoundedAdamW, Sgd, UpdateRule
 from megapar.core.pipeline.queues import Queues
 from megapar.core.pipeline.schedule import ZERO_BUBBLE
 from megapar.core.pipeline.stages import Stages

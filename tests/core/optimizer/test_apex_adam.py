@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from megapar.core.device.base import Device
-from megapar.core.optimizer.apex_adam import ApexAdamW
 from megapar.core.optimizer.offload import OffloadedOptimizer
 from megapar.core.optimizer.optimizer import Optimizer
-from megapar.core.optimizer.update_rule import AdamW
+from megapar.core.optimizer.update_rule import AdamW, ApexAdamW
 from megapar.core.sharding.master_shard import MasterShard
 from tests.support import apex
 

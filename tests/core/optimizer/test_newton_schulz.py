@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from megapar.core.optimizer.matrix_plan import flops
-from megapar.core.optimizer.newton_schulz import COEFFICIENTS, SCALES, orthogonalize
+from megapar.core.optimizer.muon import COEFFICIENTS, SCALES, orthogonalize
 
 SIMPLE = COEFFICIENTS["simple"]
 

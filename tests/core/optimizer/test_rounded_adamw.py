@@ -13,9 +13,8 @@ from torch import Tensor
 from megapar.core.box import Box
 from megapar.core.device.adamw import SLAB
 from megapar.core.optimizer.optimizer import Optimizer
-from megapar.core.optimizer.rounded_adamw import RoundedAdamW
 from megapar.core.optimizer.tensor_pieces import TensorRegion, pieces_of, tensor_key
-from megapar.core.optimizer.update_rule import AdamW
+from megapar.core.optimizer.update_rule import AdamW, RoundedAdamW
 from megapar.core.sharding.master_shard import MasterShard, ParameterView
 from megapar.model.initialize import piece_box
 from megapar.model.parameter import ParameterSpec, attention_rows, mlp_rows, norm_rows

@@ -14,8 +14,7 @@ from megapar.arguments import parse
 from megapar.core.comm.world import World
 from megapar.core.device.base import Device
 from megapar.core.device.kinds import device_class
-from megapar.core.optimizer.muon import MuonOptimizer
-from megapar.core.optimizer.newton_schulz import COEFFICIENTS, SCALES, orthogonalize
+from megapar.core.optimizer.muon import COEFFICIENTS, SCALES, MuonOptimizer, orthogonalize
 from megapar.model.spec import table_of
 from megapar.training.building.matrices import marked, matrices_of
 from megapar.training.building.parallelize import parallelize
