@@ -28,8 +28,8 @@ from megapar.checkpoints.save_load.checkpoints import Checkpoints
 from megapar.checkpoints.save_load.resume import resume
 from megapar.core.comm.run_store import unknown_address
 from megapar.core.comm.world import World
+from megapar.core.device.accelerators import pick
 from megapar.core.device.base import Device
-from megapar.core.device.pick import pick
 from megapar.core.recompute.adaptive import Adaptive
 from megapar.data.batches import Loader
 from megapar.data.corpus import Corpus
@@ -63,7 +63,7 @@ from megapar.training.reports.terminal import PlainTerminal, make_terminal
 from megapar.training.step.bad_steps import make_bad_step_policy
 from megapar.training.step.batches import BatchFeed
 from megapar.training.step.dtypes import make_loss_scale
-from megapar.training.step.evaluate import evaluate, num_evaluated
+from megapar.training.step.evaluate import evaluate, num_evaluated, score_tasks
 from megapar.training.step.expert_places import PLACES, ExpertPlaces
 from megapar.training.step.gradients import Gradients
 from megapar.training.step.objective import make_objective
@@ -71,7 +71,6 @@ from megapar.training.step.observer import StepObserver
 from megapar.training.step.progress import Progress
 from megapar.training.step.result import StepResult
 from megapar.training.step.schedules import make_learning_rate, make_weight_decay, schedule_of
-from megapar.training.step.score_tasks import score_tasks
 from megapar.training.step.step_guard import StepGuard
 from megapar.training.step.update_norms import UpdateNorms
 

@@ -24,7 +24,7 @@ import torch
 from megapar.checkpoints.format.shards import Shard
 from megapar.checkpoints.save_load import collective_io
 from megapar.checkpoints.save_load.background import Background
-from megapar.core.device.pick import pick
+from megapar.core.device.accelerators import pick
 
 LAYOUT: dict[str, dict[str, int]] = {"model": {}, "grid": {}}
 

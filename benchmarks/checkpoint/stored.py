@@ -25,7 +25,7 @@ from benchmarks.checkpoint.run import LAYOUT, compute, make_state, seconds
 from megapar.checkpoints.format.shards import Shard
 from megapar.checkpoints.save_load import collective_io
 from megapar.checkpoints.save_load.background import Background
-from megapar.core.device.pick import pick
+from megapar.core.device.accelerators import pick
 from megapar.files.location import Location
 from tests.support.buckets import asked_at, environ_of, new_bucket, rclone
 

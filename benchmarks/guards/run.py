@@ -27,7 +27,7 @@ import torch
 
 from megapar.arguments import parse
 from megapar.core.comm.world import World
-from megapar.core.device.pick import pick
+from megapar.core.device.accelerators import pick
 from megapar.core.sharding.replicas import replica_digest
 from megapar.trainer import Trainer
 from megapar.training.building.corpus import make_corpus

@@ -15,8 +15,7 @@ from benchmarks.support.contest import Figures, serve
 from megapar.core.comm.axis import Axis
 from megapar.core.comm.meter import WaitMeter
 from megapar.core.device.base import Device
-from megapar.core.pipeline.queues import Queues
-from megapar.core.pipeline.runner import Runner
+from megapar.core.pipeline.runner import Queues, Runner
 from megapar.core.pipeline.schedule import make_schedule
 from megapar.core.tensor_parallel.weight_gradients import DeferWgrad, WeightGradients
 

@@ -10,7 +10,7 @@ from datetime import timedelta
 from benchmarks.support.contest import Figures
 from megapar.arguments import Config
 from megapar.core.comm.world import World
-from megapar.core.device.pick import pick
+from megapar.core.device.accelerators import pick
 from megapar.trainer import Trainer
 from megapar.training.building.corpus import make_corpus
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from benchmarks.support.contest import Figures, serve
 from megapar.arguments import parse
 from megapar.core.comm.world import World
-from megapar.core.device.pick import pick
+from megapar.core.device.accelerators import pick
 from megapar.trainer import Trainer
 from megapar.training.building.corpus import make_corpus
 

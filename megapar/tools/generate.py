@@ -82,7 +82,7 @@ def generate(options: Namespace) -> list[str]:
     import transformers
 
     from megapar.checkpoints.export.export import exported
-    from megapar.core.device.pick import pick
+    from megapar.core.device.accelerators import pick
     from megapar.data.tokenizers.load import load_tokenizer
     from megapar.training.step.dtypes import DTYPES
 

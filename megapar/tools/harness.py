@@ -48,7 +48,7 @@ def evaluated(options: Namespace, more: Namespace, names: Sequence[str], folders
     from lm_eval.tasks import TaskManager
 
     from megapar.checkpoints.export.export import exported
-    from megapar.core.device.pick import pick
+    from megapar.core.device.accelerators import pick
     from megapar.data.tokenizers.load import load_tokenizer
     from megapar.tools.generate import loaded
     from megapar.training.step.dtypes import DTYPES

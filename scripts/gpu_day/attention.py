@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from megapar.core.attention_mask import AttentionMask
+from megapar.core.device.accelerators import pick
 from megapar.core.device.attention.documents import packed_attention_filled
 from megapar.core.device.attention.mask import DeviceMask
 from megapar.core.device.attention.table import (
@@ -41,7 +42,6 @@ from megapar.core.device.attention.table import (
 from megapar.core.device.base import Device
 from megapar.core.device.kinds import device_class
 from megapar.core.device.ops import OPS
-from megapar.core.device.pick import pick
 from scripts.gpu_day.day import Answer, Day
 from scripts.gpu_day.operators import TOLERANCE, relative
 

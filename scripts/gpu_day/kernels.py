@@ -20,7 +20,7 @@ from typing import Any
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import profile
 
-from megapar.core.device.pick import pick
+from megapar.core.device.accelerators import pick
 from megapar.tools.plan import DOES_NOT_FIT
 from megapar.tools.tracing.kernels import KERNELS, kernels_of
 from megapar.trainer import Trainer

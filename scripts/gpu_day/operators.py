@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 from megapar.core.attention_mask import AttentionMask
+from megapar.core.device.accelerators import pick
 from megapar.core.device.adamw import AdamWStep
 from megapar.core.device.attention.blocks import AttentionBlock, block_backward_reference, block_reference
 from megapar.core.device.attention.mask import DeviceMask
@@ -27,7 +28,6 @@ from megapar.core.device.attention.table import CAUSAL, FULL, MASKED
 from megapar.core.device.attention.whole import HeadWidths, attention_reference
 from megapar.core.device.grouped import input_gradient_by_size, linear_by_size, weight_gradient_by_size
 from megapar.core.device.ops import OPS
-from megapar.core.device.pick import pick
 from megapar.core.device.tensor_piece import ShardPieces, TensorPiece
 from megapar.moe.expert_order import sort_by_expert
 from megapar.moe.router import Router, gate_weights

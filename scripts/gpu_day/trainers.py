@@ -14,7 +14,7 @@ import numpy as np
 
 from megapar.arguments import Config, parse
 from megapar.core.comm.world import World
-from megapar.core.device.pick import pick
+from megapar.core.device.accelerators import pick
 from megapar.data.sampling.samples import Sample, Samples
 from megapar.trainer import Trainer
 from megapar.training.building.corpus import make_corpus

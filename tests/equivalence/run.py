@@ -20,8 +20,8 @@ from megapar.arguments import parse
 from megapar.checkpoints.export.export import collect_buffers
 from megapar.core.comm.world import World
 from megapar.core.device import kinds
+from megapar.core.device.accelerators import pick
 from megapar.core.device.base import Device
-from megapar.core.device.pick import pick
 from megapar.core.sharding.cut import is_primary, master_box
 from megapar.core.sharding.sharding import Sharding
 from megapar.data.own_data import OwnData

@@ -17,7 +17,7 @@ from megapar.data.eval_tasks import open_tasks
 from megapar.data.tokenizers.load import load_tokenizer
 from megapar.trainer import Outcome, Trainer, train
 from megapar.training.loop.callbacks import TrainerCallback
-from megapar.training.step.score_tasks import row_scores
+from megapar.training.step.evaluate import row_scores
 from tests.model.conformance.exact import widened
 from tests.support.quiz import Files
 from tests.support.training import COMMON, SMALL, last_wins, run

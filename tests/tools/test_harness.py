@@ -17,7 +17,7 @@ from megapar.tools import evaluate, harness
 from megapar.tools.main import main
 from megapar.trainer import Trainer, train
 from megapar.training.loop.callbacks import TrainerCallback
-from megapar.training.step.score_tasks import row_scores
+from megapar.training.step.evaluate import row_scores
 from tests.support.quiz import Files
 from tests.support.training import COMMON, SMALL, last_wins
 

@@ -19,7 +19,7 @@ import pytest
 
 from megapar.arguments import parse
 from megapar.core.comm.world import World
-from megapar.core.device.pick import pick
+from megapar.core.device.accelerators import pick
 from megapar.errors import ConfigError
 from megapar.planning.devices import device_kind
 from megapar.planning.speed import Speed

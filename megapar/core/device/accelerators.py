@@ -25,6 +25,8 @@ from megapar.core.device.attention.table import CUDNN, FLASH3
 from megapar.core.device.base import Device, Event, MemoryPressure, Stream, spelled
 from megapar.core.device.kinds import SMALL_HCCL_MIB, TENSORWISE, device_class, fp8_needs, is_light, kind_called
 from megapar.core.torch_names import activate_flash3, flash3_lacks
+from megapar.errors import Complaint, ConfigError
+from megapar.machine import no_device
 
 URGENT = -1  # torch's priority above the default of 0, on every device
 BF16_CAPABILITY = (8, 0)
@@ -311,3 +313,24 @@ class _Pages(mmap.mmap):
     def __del__(self) -> None:
         if self.address:
             torch.cuda.cudart().cudaHostUnregister(self.address)
+
+
+def available(kind: str) -> bool:
+    """Return True if this machine has a device of this kind: cpu, cuda or npu."""
+    return not no_device(kind) and (kind != "cuda" or torch.cuda.is_available())
+
+
+def pick(kind: str, local_rank: int = 0) -> Device:
+    """Return the device of this kind for a rank; ``auto`` selects a GPU, else an NPU, else the CPU.
+
+    Raises ConfigError if this machine does not have the requested kind.
+    """
+    classes: dict[str, type[Device]] = {"cuda": CudaDevice, "npu": NpuDevice, "cpu": Device}
+    if kind == "auto":
+        kind = next(name for name in classes if available(name))
+    if not available(kind):
+        reason = no_device(kind) or "torch sees no GPU"
+        raise ConfigError(
+            [Complaint("device", f"--device {kind}, but {reason} on this machine.", "Use --device cpu or auto.")]
+        )
+    return classes[kind](local_rank)

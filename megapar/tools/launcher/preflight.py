@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from megapar.core.comm import json_messages as messages
 from megapar.core.comm.run_store import meet
+from megapar.core.device.accelerators import pick
 from megapar.core.device.base import Device
-from megapar.core.device.pick import pick
 from megapar.health.stop.parent import end_with_launcher
 
 TOLERANCE = 0.8

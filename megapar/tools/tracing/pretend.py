@@ -25,9 +25,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from megapar.arguments import Config
 from megapar.core.comm.axis import Axis
 from megapar.core.comm.world import World
+from megapar.core.device.accelerators import pick
 from megapar.core.device.base import Device
 from megapar.core.device.compiled import FunctionRunner, plain
-from megapar.core.device.pick import pick
 from megapar.core.tensor_parallel.fp8 import Factor
 from megapar.core.tensor_parallel.overlapped_linear import Overlap
 from megapar.data.batches import Collate, MicroBatch, pinned

@@ -30,7 +30,7 @@ from megapar.core.optimizer.offload import OffloadedOptimizer
 from megapar.core.optimizer.optimizer import Optimizer
 from megapar.core.optimizer.tensor_pieces import TensorRegion, pieces_of, tensor_key
 from megapar.core.optimizer.update_rule import AdamW, ApexAdamW, RoundedAdamW, Sgd, UpdateRule
-from megapar.core.pipeline.queues import Queues
+from megapar.core.pipeline.runner import Queues
 from megapar.core.pipeline.schedule import ZERO_BUBBLE
 from megapar.core.pipeline.stages import Stages
 from megapar.core.recompute.adaptive import Adaptive

@@ -12,8 +12,7 @@ from megapar.core.comm.meter import WaitMeter
 from megapar.core.device.dtypes import at_least_fp32
 from megapar.core.device.kinds import device_class
 from megapar.core.pipeline.lookahead import schedule_ahead
-from megapar.core.pipeline.queues import Queues
-from megapar.core.pipeline.runner import Runner, run_forward
+from megapar.core.pipeline.runner import Queues, Runner, run_forward
 from megapar.core.pipeline.stages import Chunk, Stages
 from megapar.core.sharding.zero import ZeroSharding
 from megapar.core.tensor_parallel.weight_gradients import WeightGradients

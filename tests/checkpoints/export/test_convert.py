@@ -29,7 +29,7 @@ from megapar.checkpoints.export.export import collect_all
 from megapar.checkpoints.export.from_hf import hf_to_megapar, load_hf, published
 from megapar.checkpoints.export.to_hf import megapar_to_hf
 from megapar.core.comm.world import World
-from megapar.core.device.pick import pick
+from megapar.core.device.accelerators import pick
 from megapar.data.tokenizers.load import load_tokenizer
 from megapar.data.tokenizers.sentencepiece_tokenizer import train as train_tokenizer
 from megapar.errors import CheckpointError, ConfigError

@@ -18,8 +18,7 @@ from megapar.core.comm.meter import WaitMeter
 from megapar.core.comm.rounds import queue_rounds
 from megapar.core.device.base import Device
 from megapar.core.pipeline.lookahead import schedule_ahead
-from megapar.core.pipeline.queues import Queues
-from megapar.core.pipeline.runner import Runner, run_forward
+from megapar.core.pipeline.runner import Queues, Runner, run_forward
 from megapar.core.pipeline.schedule import make_schedule
 from megapar.core.pipeline.stages import Stages
 from tests.core.pipeline.test_simulate import KINDS

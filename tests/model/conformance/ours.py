@@ -15,7 +15,7 @@ from megapar.checkpoints.export.export import collect_all
 from megapar.checkpoints.export.from_hf import load_hf
 from megapar.config.published import architecture_of, read_config
 from megapar.core.comm.world import World
-from megapar.core.device.pick import pick
+from megapar.core.device.accelerators import pick
 from megapar.model.hugging_face.tensors import export_piece
 from megapar.model.published_tensors import stored_pieces
 from megapar.training.building.parallelize import parallelize

@@ -18,8 +18,8 @@ from _pytest.mark import ParameterSet
 from megapar.arguments import Config, parse
 from megapar.core.comm.world import World
 from megapar.core.device import kinds
+from megapar.core.device.accelerators import pick
 from megapar.core.device.memory_tracker import MemoryTracker
-from megapar.core.device.pick import pick
 from megapar.data.batches import Collate
 from megapar.data.corpus import Corpus
 from megapar.planning.devices import device_kind

@@ -94,7 +94,7 @@ def two_steps(rank: int, world_size: int, rendezvous: str, flags: Sequence[str])
     from datetime import timedelta
 
     from megapar.core.comm.world import World
-    from megapar.core.device.pick import pick
+    from megapar.core.device.accelerators import pick
     from megapar.trainer import Trainer
     from megapar.training.building.corpus import make_corpus
 

@@ -17,10 +17,9 @@ from torch import Tensor
 from megapar.checkpoints.export.export import collect_all
 from megapar.checkpoints.save_load.local_saves import LocalSaves
 from megapar.core.comm.axis import Axis
-from megapar.core.device.pick import pick
-from megapar.core.sharding.moved_rows import RowMoves, move_rows
+from megapar.core.device.accelerators import pick
 from megapar.data.batches import Loader
-from megapar.training.step.expert_places import Rows
+from megapar.training.step.expert_places import RowMoves, Rows, move_rows
 from megapar.training.step.observer import StepObserver
 from megapar.training.step.result import StepResult
 from tests.support.ranks import run_ranks
