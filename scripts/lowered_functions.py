@@ -34,9 +34,9 @@ from torch.utils._pytree import tree_leaves
 
 from megapar.core.device.kinds import kind_of
 from megapar.tools.tracing.fake import replaced
-from megapar.tools.tracing.gpu import FakeGpu
-from megapar.tools.tracing.kernels import kernels_of
-from megapar.tools.tracing.tally import PRODUCTS, MatrixProduct, Sums, Tally, product_of
+from scripts.tracing.gpu import FakeGpu
+from scripts.tracing.kernels import kernels_of
+from scripts.tracing.tally import PRODUCTS, MatrixProduct, Sums, Tally, product_of
 
 T = TypeVar("T")
 

@@ -26,13 +26,13 @@ from torch.utils._pytree import tree_leaves
 
 from megapar.arguments import parse
 from megapar.core.device.compiled import plain
-from megapar.tools.tracing.gpu import FakeGpu, as_on_a_gpu
 from megapar.tools.tracing.pretend import pretend
-from megapar.tools.tracing.tally import Sums, Tally, WaitTally, caller
 from scripts.fake_cuda import Kernels, as_a_build_with_cuda, stand_in
 from scripts.lowered_functions import LoweredFunctions
 from scripts.trace_cuda_budgets import BUDGETS, COPIES, FP64, LAYERS, RUNS, WAITS, Row, Run
 from scripts.trace_table import counted, described, never_called, report
+from scripts.tracing.gpu import FakeGpu, as_on_a_gpu
+from scripts.tracing.tally import Sums, Tally, WaitTally, caller
 
 READ = "Dispatcher.read"
 LIST = "--operators"

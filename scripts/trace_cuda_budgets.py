@@ -2,7 +2,7 @@
 
 A figure above its bound fails ("rows" of a product: below it). Rows are keyed by operator and call label, the name of
 the calling function, not by file, because files move. If a change reduces the work, tighten the bound of its row.
-megapar/tools/tracing/kernels.py defines the kernels per operator.
+scripts/tracing/kernels.py defines the kernels per operator.
 """
 
 from __future__ import annotations

@@ -101,11 +101,6 @@ def _add_outputs(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print one JSON object")
     add("--trace", action="store_true", help="also run a step of the real trainer as one rank, on fake tensors (torch)")
     add("--trace-rank", type=int, default=0, metavar="RANK", help="with --trace: the rank to run (default: 0)")
-    add(
-        "--launches",
-        action="store_true",
-        help="also count a GPU's kernels, matrix products and bytes per layer, and host waits (torch)",
-    )
     add("--ranks", action="store_true", help="also list the ranks of all process groups")
     add("--timeline", action="store_true", help="also draw one layer: its work, and its messages on each link")
     add(
@@ -201,12 +196,6 @@ def _described(plan: Plan, args: argparse.Namespace) -> tuple[dict[str, Any], st
         same = type(plan)(traced.config, device_kind("cpu"))
         record["trace"] = traced.to_dict()
         text += "\n" + traced.describe(same.memory[traced.stage].peak, same.traffic[traced.stage])
-    if args.launches:
-        from megapar.tools.tracing.budget import budget
-
-        launches = budget(plan.run.settled)
-        record |= launches.to_dict()
-        text += launches.describe() + "\n"
     return record, text
 
 

@@ -2,7 +2,7 @@
 
 The kernels of a layer are the difference between two depths. Buffers that a library clears before its kernels count
 apart, as the driver fills them. ``kernels.json`` next to the findings contains the calls, and the kernels and fills per
-call of every operator, as needed for the table in ``megapar.tools.tracing.kernels``: a row with a count is no longer
+call of every operator, as needed for the table in ``scripts.tracing.kernels``: a row with a count is no longer
 estimated.
 """
 
@@ -21,11 +21,10 @@ from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import profile
 
 from megapar.core.device.accelerators import pick
-from megapar.tools.plan import DOES_NOT_FIT
-from megapar.tools.tracing.kernels import KERNELS, kernels_of
 from megapar.trainer import Trainer
 from scripts.gpu_day.day import Answer, Day
 from scripts.gpu_day.trainers import flags, kind, parsed, step_seconds, trainer
+from scripts.tracing.kernels import KERNELS, kernels_of
 
 RUNS = {
     "dense": ("dense", ""),
@@ -147,9 +146,8 @@ def _table(day: Day, total: Counted) -> Answer:
 
 
 def _planned(day: Day, name: str, model: str, more: str) -> Answer:
-    """Compare ``megapar plan --launches`` with the counted kernels of a layer."""
-    script = f"pretrain_{kind(model)}.py"
-    line = [sys.executable, "-m", "megapar.tools.main", "plan", script, "--launches", "--json", "--world-size", "1"]
+    """Compare the launch budget with the counted kernels of a layer."""
+    line = [sys.executable, "-m", "scripts.tracing.budget", kind(model), "--json", "--world-size", "1"]
     seconds = min(PLAN_SECONDS, max(1.0, day.seconds_left))
     done = subprocess.run(
         [*line, *flags(day, model, f"{more} --device cpu")],
@@ -158,12 +156,10 @@ def _planned(day: Day, name: str, model: str, more: str) -> Answer:
         timeout=seconds,
         check=False,
     )
-    if done.returncode not in (0, DOES_NOT_FIT):
-        raise RuntimeError(f"megapar plan --launches ended with status {done.returncode}: {done.stderr[-500:]}")
+    if done.returncode:
+        raise RuntimeError(f"the launch budget ended with status {done.returncode}: {done.stderr[-500:]}")
     counted_here = day.findings.read().get((day.part, name), {}).get("launches_of_a_layer")
-    plan = json.loads(done.stdout)
-    planned = {name: plan[name] for name in ("launches", "layers", "host_waits") if name in plan}
-    return Answer(None, {"planned": planned, "launches_of_a_layer": counted_here})
+    return Answer(None, {"planned": json.loads(done.stdout), "launches_of_a_layer": counted_here})
 
 
 def profiled(day: Day, made: Trainer) -> dict[str, Any]:

@@ -11,9 +11,9 @@ from megapar.core.device.attention import whole as attention
 from megapar.planning.assume import Assumed
 from megapar.planning.devices import device_kind
 from megapar.planning.planned_run import PlannedRun
-from megapar.tools.tracing.gpu import FakeGpu, as_on_a_gpu
 from megapar.tools.tracing.pretend import pretend
 from megapar.tools.tracing.trace import traceable
+from scripts.tracing.gpu import FakeGpu, as_on_a_gpu
 from tests.support.ranks import run_ranks
 
 COMMON = "--data-path mock --hidden-size 512 --vocab-size 4096 --seq-length 512 --micro-batch-size 2 --clip-grad 0"

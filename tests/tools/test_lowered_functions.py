@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_leaves
 from megapar.core.device.compiled import plain
 from megapar.model.layers.mlp import gelu, swiglu
 from megapar.model.layers.norm import add_rms_norm
-from megapar.tools.tracing.gpu import FakeGpu
-from megapar.tools.tracing.tally import MatrixProduct, Sums, Tally
 from scripts.lowered_functions import GENERATED, LoweredFunctions
+from scripts.tracing.gpu import FakeGpu
+from scripts.tracing.tally import MatrixProduct, Sums, Tally
 
 ROWS, WIDTH = 64, 128
 

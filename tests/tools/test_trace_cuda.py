@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megapar.tools.tracing.tally import MatrixProduct, Sums
 from scripts.trace_cuda import READ, compare, complaints
 from scripts.trace_cuda_budgets import BUDGETS, COPIES, FP64, LAYERS, RUNS, WAITS, Row, Run
+from scripts.tracing.tally import MatrixProduct, Sums
 
 ROOT = Path(__file__).parents[2]
 

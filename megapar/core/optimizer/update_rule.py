@@ -265,7 +265,9 @@ class _ApexKernel:
             master.grad = grad
             self._adam.state[master] = dict(zip(("exp_avg", "exp_avg_sq"), moments, strict=True))
         found_inf = torch.zeros_like(self._one) if update.found_inf is None else update.found_inf
-        self._adam.step(grad_scaler=_ApexScaler(found_inf, self._one if update.grad_scale is None else update.grad_scale))
+        self._adam.step(
+            grad_scaler=_ApexScaler(found_inf, self._one if update.grad_scale is None else update.grad_scale)
+        )
         for master in update.masters:
             master.grad = None
         self._skipped.copy_(found_inf.view(()))

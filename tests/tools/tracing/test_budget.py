@@ -1,4 +1,4 @@
-"""``plan --launches``: what a layer of each kind asks of a GPU, and the waits of the host in a step."""
+"""Launch budgets: what a layer of each kind asks of a GPU, and the waits of the host in a step."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megapar.arguments import parse
-from megapar.tools.main import main
-from megapar.tools.tracing.budget import Budget, _NumbersCopied, budget
-from megapar.tools.tracing.tally import Tally
 from scripts.trace_cuda_budgets import BUDGETS, LAYERS
+from scripts.tracing.budget import Budget, _NumbersCopied, budget, main
+from scripts.tracing.tally import Tally
 from tests.support.ranks import run_ranks
 
 SMALL = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 512 --micro-batch-size 2"
@@ -115,7 +114,7 @@ def test_numbers_that_become_a_tensor_or_an_element_are_waited_for():
 
 
 def test_json_has_the_layers_and_the_waits(capsys):
-    assert main(["plan", "--launches", "--json", "--config", "configs/tiny.yaml"]) == 0
+    assert main(["moe", "--json", "--config", "configs/tiny.yaml"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["layers"].keys() == {"dense", "moe"}
     for layer in said["layers"].values():

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megapar.core.device.attention import whole as attention
 from megapar.core.device.attention.table import CAUSAL, FULL, MASKED
 from megapar.core.device.ops import OPS
-from megapar.tools.tracing.gpu import FakeGpu, as_on_a_gpu
+from scripts.tracing.gpu import FakeGpu, as_on_a_gpu
 
 META = torch.device("meta")
 KERNELS = ("cudnn", "flash", "efficient")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megapar.tools.tracing import kernels
-from megapar.tools.tracing.kernels import CUSTOM, KERNELS, Kernels, UncountedOperatorError, kernels_of
+from scripts.tracing import kernels
+from scripts.tracing.kernels import CUSTOM, KERNELS, Kernels, UncountedOperatorError, kernels_of
 
 
 def test_what_is_not_named_is_one_kernel():

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megapar.tools.tracing.kernels import kernels_of
-from megapar.tools.tracing.tally import LARGE_BYTES, MatrixProduct, Sums, Tally
+from scripts.tracing.kernels import kernels_of
+from scripts.tracing.tally import LARGE_BYTES, MatrixProduct, Sums, Tally
 from tests.support.ranks import run_ranks
 
 

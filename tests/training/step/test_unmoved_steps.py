@@ -10,9 +10,9 @@ import torch
 
 from megapar.arguments import parse
 from megapar.core.optimizer.exact_sum import UNITS
-from megapar.tools.tracing.gpu import FakeGpu, as_on_a_gpu
 from megapar.tools.tracing.pretend import pretend
-from megapar.tools.tracing.tally import Sums, Tally, WaitTally
+from scripts.tracing.gpu import FakeGpu, as_on_a_gpu
+from scripts.tracing.tally import Sums, Tally, WaitTally
 from tests.support import away
 from tests.support.ranks import run_ranks
 

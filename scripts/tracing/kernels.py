@@ -152,5 +152,5 @@ def kernels_of(name: str, elements: int = 0) -> int:
         return 1
     raise UncountedOperatorError(
         f"operator {name} is not torch's, and its number of kernels is not declared: "
-        "add a row to CUSTOM in megapar/tools/tracing/kernels.py"
+        "add a row to CUSTOM in scripts/tracing/kernels.py"
     )

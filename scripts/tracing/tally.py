@@ -6,7 +6,6 @@ torch differentiates by itself), so that a growing number can be located.
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 from collections import Counter
@@ -23,8 +22,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from megapar.tools.tracing.kernels import kernels_of
 from megapar.training.step.observer import StepObserver
+from scripts.tracing.kernels import kernels_of
 
 # CUDA stages copies from pageable memory up to this size and returns; the host waits for larger ones.
 STAGED_BYTES = 64 * 1024
@@ -245,8 +244,8 @@ def caller() -> str:
     """Return the innermost megapar function on the stack; "backward" if torch's autograd engine is nearer."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != "_engine_run_backward":
-        path = frame.f_code.co_filename
-        if f"{os.sep}megapar{os.sep}" in path and f"{os.sep}tools{os.sep}" not in path:
+        module = frame.f_globals.get("__name__", "")
+        if module.startswith("megapar.") and not module.startswith("megapar.tools."):
             return re.sub(r"\.?<\w+>", "", getattr(frame.f_code, "co_qualname", frame.f_code.co_name))
         frame = frame.f_back
     return "backward"

@@ -1,4 +1,6 @@
-"""Launch budget for ``megapar plan --launches``: GPU kernels per layer of each kind, and host waits per step.
+"""Launch budget of a configuration: GPU kernels per layer of each kind, and host waits per step.
+
+    python -m scripts.tracing.budget moe --config configs/tiny.yaml [--json] [FLAGS]
 
 The real trainer steps on fake tensors of torch's "meta" device, which represents a GPU (``gpu.py``): operators take
 their GPU implementations, and the copies and waits of the host are visible. ``kernels.py`` defines the kernels per
@@ -10,6 +12,8 @@ micro-batches.
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -20,14 +24,17 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
-from megapar.arguments import Config
-from megapar.tools.tracing.gpu import FakeGpu, as_on_a_gpu
+from megapar.arguments import Config, parse
+from megapar.planning.devices import device_kind
+from megapar.planning.planned_run import PlannedRun
 from megapar.tools.tracing.pretend import pretend
-from megapar.tools.tracing.tally import Sums, Tally, WaitTally
 from megapar.tools.tracing.trace import traceable
 from megapar.training.building.partition import effective_schedule, make_stages
+from scripts.tracing.gpu import FakeGpu, as_on_a_gpu
+from scripts.tracing.tally import Sums, Tally, WaitTally
 
 DENSE, EXPERTS = "dense", "moe"
+DEVICE = "h100-80g"  # whose dispatch of experts is planned
 FULL = 3  # the sharding stage that also shards parameters
 Depth = Mapping[str, int]  # kind -> layers
 _MAKERS = (torch.tensor, torch.as_tensor, Tensor.new_tensor)
@@ -70,7 +77,7 @@ class Budget:
     host_waits: int
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the budget as a dictionary, for --json."""
+        """Return the budget as a dictionary."""
         return {"layers": {kind: asdict(layer) for kind, layer in self.layers.items()}, "host_waits": self.host_waits}
 
     def describe(self) -> str:
@@ -224,3 +231,16 @@ def _one_written(tensor: Tensor, index: Any, value: Any) -> bool:
     on_device = isinstance(tensor, FakeTensor) and tensor.device.type == "meta"
     numbers = sum(isinstance(one, int) for one in places)
     return on_device and isinstance(value, (int, float)) and numbers == tensor.dim()
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the budget of a trainer's flags, as JSON with ``--json``. Return 0."""
+    kind, *flags = (word for word in argv if word != "--json")
+    config = parse(kind, [*flags, "--rules-only"], {}, planning=True)
+    found = budget(PlannedRun(config, device_kind(DEVICE)).settled)
+    print(json.dumps(found.to_dict()) if "--json" in argv else found.describe())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
