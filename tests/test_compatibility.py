@@ -13,7 +13,7 @@ from megapar.arguments import FLAGS, parse, resolved_values
 from megapar.compatibility import DOWNGRADE, LIFTED, NOT_BUILT, RULES, SETTLED, Rule, check
 from megapar.errors import ConfigError
 from megapar.schema.rule import FACTS, Facts, either, near_divisors, near_multiples
-from megapar.tools.docs import compatibility_page, stale
+from scripts.generated_pages import compatibility_page, stale
 
 MATRIX = [pytest.param(rule, id=rule.id) for rule in RULES]
 
@@ -182,4 +182,4 @@ def test_sentences_of_values() -> None:
 
 
 def test_generated_pages_are_fresh() -> None:
-    assert stale(Path(__file__).parents[1] / "docs") == [], "run megapar docs"
+    assert stale(Path(__file__).parents[1] / "docs") == [], "run scripts/generated_pages.py"

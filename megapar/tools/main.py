@@ -33,7 +33,6 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "convert": ("convert", "convert between Hugging Face models and checkpoints"),
         "rules": ("rules", "print the compatibility matrix"),
         "completion": ("completion", "print what completes commands and flags in bash, zsh or fish"),
-        "docs": ("docs", "write the generated pages of docs/"),
     }
 )
 """Each command's module in this package, whose ``main`` runs it, and its description."""
@@ -42,7 +41,7 @@ GROUPS = {
     "train": ("pretrain", "launch", "evaluate", "generate"),
     "look": ("plan", "configs", "report", "data", "rules"),
     "from and to elsewhere": ("translate", "convert"),
-    "set up": ("completion", "docs"),
+    "set up": ("completion",),
 }
 """The commands in the order of ``megapar --help``."""
 _EXAMPLES = (

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from megapar.compatibility import RULES
-from megapar.tools.docs import PAGES
 from megapar.tools.main import COMMANDS, main
 
 
 def test_commands_of_this_version() -> None:
-    names = "completion configs convert data docs evaluate generate launch plan pretrain report rules translate"
+    names = "completion configs convert data evaluate generate launch plan pretrain report rules translate"
     assert " ".join(sorted(COMMANDS)) == names
 
 
@@ -56,13 +53,3 @@ def test_one_row_is_shown_as_a_refusal_names_it(argv: list[str], capsys: pytest.
     assert "Satisfied by: --world-size 2" in printed
     assert "the run does not start" in printed
     assert "mp-groups" not in printed
-
-
-def test_docs_writes_and_checks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["docs", "--folder", str(tmp_path), "--check"]) == 1
-    assert main(["docs", "--folder", str(tmp_path)]) == 0
-    assert main(["docs", "--folder", str(tmp_path), "--check"]) == 0
-    assert {path.name for path in tmp_path.iterdir()} == set(PAGES)
-    (tmp_path / "flags.md").write_text("old", encoding="utf-8")
-    assert main(["docs", "--folder", str(tmp_path), "--check"]) == 1
-    assert "flags.md is stale" in capsys.readouterr().err

@@ -114,13 +114,3 @@ def test_the_package_runs_as_a_module() -> None:
     line = [sys.executable, "-m", "megapar", "--version"]
     done = subprocess.run(line, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert (done.returncode, done.stdout.strip()) == (0, __version__)
-
-
-def test_docs_are_not_written_into_a_strangers_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit, match="2"):
-        main(["docs"])
-    assert "run it at the root of a checkout, or pass --folder DIR" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []

@@ -37,7 +37,7 @@ LARGE = ("--config", "configs/gpt-117m.yaml")
         ((MAIN, "plan", *LARGE), 0),
         ((MAIN, "plan", *LARGE, "--search"), 0),
         ((MAIN, "rules"), 0),
-        ((MAIN, "docs", "--check"), 0),
+        (("scripts/generated_pages.py", "--check"), 0),
         ((MAIN, "translate", "--", "--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4"), None),
     ],
     ids=lambda value: " ".join(value)[:60] if isinstance(value, tuple) else "",

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from megapar.config.yaml_file import FOLDER
 from megapar.tools.configs import header_title
-from megapar.tools.docs import header_source, preset_rows
+from scripts.generated_pages import PAGES, header_source, main, preset_rows
 
 
 def test_each_file_has_a_complete_row() -> None:
@@ -33,3 +35,13 @@ def test_a_title_ends_with_its_sentence() -> None:
     assert header_title("# ERNIE-4.5 has 0.3 B. More.\n# source: x\n") == "ERNIE-4.5 has 0.3 B"
     assert header_title("# Minutes on a laptop.\n# source: x\n") == "Minutes on a laptop"
     assert header_source("# Nothing.\n") == ""
+
+
+def test_pages_are_written_and_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--folder", str(tmp_path), "--check"]) == 1
+    assert main(["--folder", str(tmp_path)]) == 0
+    assert main(["--folder", str(tmp_path), "--check"]) == 0
+    assert {path.name for path in tmp_path.iterdir()} == set(PAGES)
+    (tmp_path / "flags.md").write_text("old", encoding="utf-8")
+    assert main(["--folder", str(tmp_path), "--check"]) == 1
+    assert "flags.md is stale" in capsys.readouterr().err
