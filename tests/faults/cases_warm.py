@@ -25,7 +25,7 @@ def starts_again(fault: Fault, *launcher: str, said: str = "") -> Callable[[Path
 
 
 def clocks_apart(nnodes: str, seconds: int) -> Callable[[Path], Outcome]:
-    """Two nodes go through the whole run together, and are told that their clocks differ."""
+    """Two nodes go through the whole run together."""
 
     def case(folder: Path) -> Outcome:
         ended = run_apart(folder, nnodes, seconds, *SHARDING)

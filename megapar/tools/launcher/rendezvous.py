@@ -15,7 +15,6 @@ unchanged.
 from __future__ import annotations
 
 import json
-import math
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,7 +26,6 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, _NodeDesc, _RendezvousState
 
 from megapar.errors import DistributedError
-from megapar.health.stop.signal_listener import write_stderr
 from megapar.tools.launcher.secret import Signer, StateRefusedError
 
 NOTHING_YET = "-"
@@ -36,8 +34,6 @@ MOST_NODES = 1 << 20
 _FIELDS = ("round", "complete", "deadline", "closed", "participants", "wait_list", "redundancy_list", "last_heartbeats")
 _MAX_TIME = 1 << 35  # seconds since 1970
 LAST_CALL_SECONDS = 30.0  # torch's default
-APART_SECONDS = 10.0  # well above the interval between two reads of the state, about 1 s
-_ENOUGH = 5  # heartbeats: a busy machine writes a few late, but hardly all of them
 
 
 class StoreLostError(RendezvousConnectionError, DistributedError):
@@ -47,7 +43,7 @@ class StoreLostError(RendezvousConnectionError, DistributedError):
 class JsonBackend(RendezvousBackend):
     """Rendezvous backend that keeps the state of a job in a store. Raises StateRefusedError for invalid entries.
 
-    Times that torch compares with this node's clock are converted to this node's clock (clocks.py). Each write
+    Times that torch compares with this node's clock are converted to this node's clock (``Clocks``). Each write
     increments a number, so that a node that has seen a newer state detects the replay of an older one.
     """
 
@@ -217,18 +213,13 @@ class _Time:
 class Clocks:
     """Converts the times in a rendezvous state between the clocks of the nodes, for one node.
 
-    Args:
-        last_call_seconds: Time in which more nodes may join after the minimum is present.
-        log: Called once for each node whose clock differs, with a message.
+    last_call_seconds: Time in which more nodes may join after the minimum is present.
     """
 
-    def __init__(self, last_call_seconds: float = LAST_CALL_SECONDS, log: Callable[[str], None] = write_stderr) -> None:
+    def __init__(self, last_call_seconds: float = LAST_CALL_SECONDS) -> None:
         self._last_call = timedelta(seconds=last_call_seconds)
-        self._log = log
         self._beats: dict[_NodeDesc, _Time] = {}
         self._deadline: _Time | None = None
-        self._ahead: dict[str, tuple[int, float]] = {}  # node -> (heartbeats, seconds that the earliest was ahead)
-        self._logged: set[str] = set()
 
     def ours(self, state: _RendezvousState, now: datetime | None = None) -> _RendezvousState:
         """Convert a state that any node may have written to this node's clock."""
@@ -236,8 +227,6 @@ class Clocks:
         beats = {}
         for node, theirs in state.last_heartbeats.items():
             known = self._beats.get(node)
-            if known is not None and known.theirs != theirs:
-                self._compare(node.addr, theirs, now)
             beats[node] = known if known is not None and known.theirs == theirs else _Time(theirs, now)
         self._beats = beats
         state.last_heartbeats = {node: beat.ours for node, beat in beats.items()}
@@ -261,18 +250,3 @@ class Clocks:
         elif state.deadline is not None and self._deadline is not None:
             state.deadline = self._deadline.theirs
         return state
-
-    def _compare(self, address: str, theirs: datetime, now: datetime) -> None:
-        """Log once that a clock differs. A heartbeat may arrive late, but never early: the earliest one counts."""
-        count, most = self._ahead.get(address, (0, -math.inf))
-        seconds = max(most, (theirs - now).total_seconds())
-        self._ahead[address] = count + 1, seconds
-        enough = seconds > 0 or count + 1 >= _ENOUGH
-        if address in self._logged or abs(seconds) <= APART_SECONDS or not enough:
-            return
-        self._logged.add(address)
-        side, doubt = ("ahead of", "") if seconds > 0 else ("behind", ", or its heartbeats arrive late")
-        self._log(
-            f"megapar launch: the clock of node {address} is about {abs(seconds):.0f} s {side} this node's{doubt}. "
-            "Times in logs and metrics may differ by that; nothing else depends on it"
-        )

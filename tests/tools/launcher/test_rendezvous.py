@@ -6,7 +6,6 @@ import base64
 import json
 import pickle
 import threading
-from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -239,8 +238,7 @@ def a_beat(deadline: datetime | None = None, **beats: datetime) -> _RendezvousSt
 
 @pytest.mark.parametrize("apart", [timedelta(0), timedelta(hours=-1), timedelta(hours=1)])
 def test_a_beat_is_new_when_it_changes_and_goes_on_as_it_came(apart: timedelta) -> None:
-    said: list[str] = []
-    clocks = Clocks(log=said.append)
+    clocks = Clocks()
     seen = clocks.ours(a_beat(there=NOW + apart), NOW)
     assert seen.last_heartbeats == {THERE: NOW}
     seen = clocks.ours(a_beat(there=NOW + apart), NOW + 9 * SECOND)
@@ -252,26 +250,6 @@ def test_a_beat_is_new_when_it_changes_and_goes_on_as_it_came(apart: timedelta) 
     assert wrote.last_heartbeats == {THERE: NOW + apart + 10 * SECOND, HERE: NOW + 12 * SECOND}
     again = clocks.ours(a_beat(here=NOW + 12 * SECOND, there=NOW + apart + 10 * SECOND), NOW + 20 * SECOND)
     assert again.last_heartbeats == {THERE: NOW + 11 * SECOND, HERE: NOW + 12 * SECOND}
-    assert len(said) == (apart > timedelta(0))
-    assert not said or "the clock of node there is about 3599 s ahead of this node's" in said[0]
-
-
-@pytest.mark.parametrize(
-    ("late", "message"),
-    [
-        ((12, 1, 1, 1, 1, 1), ""),
-        ((12, 12, 12, 1, 12, 12), ""),
-        ((3612, 3601, 3602, 3604, 3660, 3600), "is about 3601 s behind this node's, or its heartbeats arrive late"),
-    ],
-)
-def test_a_heartbeat_may_be_late(late: Sequence[float], message: str) -> None:
-    """It is never early: the clock of a node is behind only if none of several arrives in time."""
-    said: list[str] = []
-    clocks = Clocks(log=said.append)
-    for number, seconds in enumerate((0, *late)):
-        now = NOW + 5 * number * SECOND
-        clocks.ours(a_beat(there=now - seconds * SECOND), now)
-    assert [message in line for line in said] == [True] * bool(message)
 
 
 def test_the_last_call_of_another_node_is_counted_from_when_it_is_seen() -> None:
