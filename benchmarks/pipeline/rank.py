@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.support.contest import Figures, serve
+from megapar.core.comm.accounts import WaitMeter
 from megapar.core.comm.axis import Axis
-from megapar.core.comm.meter import WaitMeter
 from megapar.core.device.base import Device
 from megapar.core.pipeline.runner import Queues, Runner
 from megapar.core.pipeline.schedule import make_schedule

@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM
 import megapar.arguments
 from megapar.arguments import parse, resolved_values
 from megapar.compatibility import LIFTED, RULES, SETTLED, Rule, check
-from megapar.core.comm.flight_recorder import FlightRecorder
+from megapar.core.comm.accounts import FlightRecorder
 from megapar.errors import ConfigError
 from megapar.schema.rule import DOCUMENTS
 from megapar.trainer import train

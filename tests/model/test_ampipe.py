@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from megapar.core.attention_mask import AttentionMask
+from megapar.core.comm.accounts import CommBytes
 from megapar.core.comm.axis import Axis
-from megapar.core.comm.comm_bytes import CommBytes
 from megapar.core.comm.in_flight import CommContext
 from megapar.core.device.attention.mask import DeviceMask
 from megapar.core.device.base import Device

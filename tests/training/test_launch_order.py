@@ -14,7 +14,7 @@ from unittest.mock import patch
 import pytest
 
 from megapar.arguments import parse
-from megapar.core.comm.flight_recorder import FlightRecorder
+from megapar.core.comm.accounts import FlightRecorder
 from megapar.core.comm.rounds import axis_ranks, axis_rounds
 from megapar.core.grid import Grid
 from megapar.trainer import train

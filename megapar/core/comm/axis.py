@@ -6,9 +6,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from megapar.core.comm.comm_bytes import CommBytes
-from megapar.core.comm.flight_recorder import FlightRecorder
-from megapar.core.comm.meter import WaitMeter
+from megapar.core.comm.accounts import CommBytes, FlightRecorder, WaitMeter
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

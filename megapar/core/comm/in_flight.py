@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megapar.core.comm.accounts import WaitMeter
 from megapar.core.comm.axis import Axis
 from megapar.core.comm.exchange import Exchange
-from megapar.core.comm.meter import WaitMeter
 from megapar.core.comm.two_hops import TwoHops
 from megapar.core.device.base import Device, Event, Stream
 from megapar.errors import DistributedError

@@ -17,10 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from megapar.core.comm.accounts import CommBytes, FlightRecorder, WaitMeter
 from megapar.core.comm.axis import Axis, AxisNodes
-from megapar.core.comm.comm_bytes import CommBytes
-from megapar.core.comm.flight_recorder import FlightRecorder
-from megapar.core.comm.meter import WaitMeter
 from megapar.core.comm.rounds import AXES, axis_ranks, axis_rounds, queue_rounds
 from megapar.core.comm.run_store import loopback_advice, meet
 from megapar.core.device.base import Device

@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megapar.core.comm import collectives
+from megapar.core.comm.accounts import WaitMeter
 from megapar.core.comm.axis import Axis
-from megapar.core.comm.meter import WaitMeter
 from megapar.core.device.base import Device
 from megapar.core.pipeline import schedule as schedules
 from megapar.core.pipeline.schedule import Action, Schedule

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from megapar.core.comm.comm_bytes import CommBytes
+from megapar.core.comm.accounts import CommBytes
 from megapar.core.comm.in_flight import CommContext
 from megapar.core.device.memory_tracker import MemoryTracker
 from megapar.core.recompute.adaptive import Adaptive

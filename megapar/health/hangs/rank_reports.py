@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
-from megapar.core.comm.flight_recorder import FlightRecorder
+from megapar.core.comm.accounts import FlightRecorder
 from megapar.files.location import Location
 from megapar.health.hangs.sections import Overdue, Section, Sections
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megapar.core.comm.flight_recorder import FlightRecorder
+from megapar.core.comm.accounts import FlightRecorder
 from megapar.core.torch_names import flight_record
 from megapar.files.location import Place, at, replace
 from megapar.health.hangs import rank_reports

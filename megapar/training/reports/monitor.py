@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megapar.arguments import Config
+from megapar.core.comm.accounts import Waits
 from megapar.core.comm.agreement import reduce_numbers
-from megapar.core.comm.meter import Waits
 from megapar.core.comm.world import World
 from megapar.core.device.dtypes import widest
 from megapar.core.device.peak import peak_flops

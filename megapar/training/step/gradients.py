@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
+from megapar.core.comm.accounts import WaitMeter
 from megapar.core.comm.autograd import all_reduce_
-from megapar.core.comm.meter import WaitMeter
 from megapar.core.optimizer.gradient_norm import global_norm, scale_gradients
 from megapar.core.optimizer.loss_scale import LossScale
 from megapar.core.random import seed_micro_batch

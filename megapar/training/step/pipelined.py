@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megapar.core.comm.meter import WaitMeter
+from megapar.core.comm.accounts import WaitMeter
 from megapar.core.device.dtypes import at_least_fp32
 from megapar.core.device.kinds import device_class
 from megapar.core.pipeline.lookahead import schedule_ahead

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from megapar.core.comm.meter import Waits
+from megapar.core.comm.accounts import Waits
 from megapar.core.optimizer.update_rule import StepRates
 from megapar.model.layers.loss import Terms
 from megapar.training.step.batches import Denominators

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megapar.core.comm.accounts import CommBytes
 from megapar.core.comm.async_pairs import defer, start, wait
 from megapar.core.comm.axis import Axis
-from megapar.core.comm.comm_bytes import CommBytes
 from megapar.core.comm.exchange import AllGather, AllToAll, Copy, Reduce, ReduceScatter, SendReceive
 from megapar.core.comm.in_flight import CommContext
 from megapar.core.recompute.checkpointing import Recompute

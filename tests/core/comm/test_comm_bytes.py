@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import pytest
 
-from megapar.core.comm.comm_bytes import CommBytes
+from megapar.core.comm.accounts import CommBytes
 from megapar.core.comm.world import World
 from megapar.core.device.base import Device
 from megapar.core.grid import Grid

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megapar.core.comm.meter import WaitMeter
+from megapar.core.comm.accounts import WaitMeter
 
 
 class Done:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megapar.core.comm.comm_bytes import CommBytes
+from megapar.core.comm.accounts import CommBytes
 from megapar.core.context_parallel.columns import Expansion, LatentReader
 from megapar.core.context_parallel.heads import own_heads, queries_to_heads, to_positions
 from megapar.core.context_parallel.positions import GATHERED, RING, ULYSSES, SequenceLayout

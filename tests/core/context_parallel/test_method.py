@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from megapar.core.attention_mask import AttentionMask
+from megapar.core.comm.accounts import CommBytes
 from megapar.core.comm.axis import Axis
-from megapar.core.comm.comm_bytes import CommBytes
 from megapar.core.context_parallel.blockwise import attend_blockwise
 from megapar.core.context_parallel.heads import to_heads, to_positions
 from megapar.core.context_parallel.method import ContextParallel

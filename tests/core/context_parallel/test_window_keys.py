@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megapar.core.attention_mask import AttentionMask
-from megapar.core.comm.comm_bytes import CommBytes
+from megapar.core.comm.accounts import CommBytes
 from megapar.core.context_parallel.halo import halos_of, rows_exchanged
 from megapar.core.context_parallel.positions import GATHERED, RING, ULYSSES
 from megapar.core.context_parallel.window_keys import _TakenRows

@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megapar.core.comm.accounts import FlightRecorder, WaitMeter
 from megapar.core.comm.axis import Axis
-from megapar.core.comm.flight_recorder import FlightRecorder
-from megapar.core.comm.meter import WaitMeter
 from megapar.core.comm.rounds import queue_rounds
 from megapar.core.device.base import Device
 from megapar.core.pipeline.lookahead import schedule_ahead

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megapar.core.comm import collectives
+from megapar.core.comm.accounts import CommBytes
 from megapar.core.comm.async_pairs import start, wait
 from megapar.core.comm.axis import Axis
-from megapar.core.comm.comm_bytes import CommBytes
 from megapar.core.comm.exchange import Reduce
 from megapar.core.comm.in_flight import CommContext
 from megapar.core.recompute.checkpointing import Recompute

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megapar.core.comm.accounts import CommBytes
 from megapar.core.comm.axis import Axis
-from megapar.core.comm.comm_bytes import CommBytes
 from megapar.core.comm.in_flight import CommContext
 from megapar.core.device.base import Device
 from megapar.core.device.memory_tracker import MemoryTracker

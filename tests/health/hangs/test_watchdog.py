@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from megapar.core.comm.accounts import FlightRecorder
 from megapar.core.comm.axis import Axis
-from megapar.core.comm.flight_recorder import FlightRecorder
 from megapar.files.disk import DiskWriting
 from megapar.health.hangs import watchdog as watchdog_module
 from megapar.health.hangs.rank_reports import explain, late_ranks, line_of

@@ -1,18 +1,13 @@
-"""The time that this rank waited for communication, by axis and kind of collective.
-
-On a CPU a wait blocks the host, and the host's clock measures it. On an accelerator it blocks the stream, not the host.
-Two events around the wait then measure how long the stream was idle; they are read only when the log is written. A
-layer waits tens of times and every event costs a launch, so only some steps are timed there (``on``).
-"""
+"""The accounts of a world on this rank: time waited, bytes sent, and the last collectives launched."""
 
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from torch.distributed import Work
@@ -40,8 +35,11 @@ class Waits:
 
 
 class WaitMeter:
-    """Sum of the time spent in ``wait``: the communication that was not overlapped.
+    """Sum of the time spent in ``wait``: the communication that was not overlapped, by axis and kind of collective.
 
+    On a CPU a wait blocks the host, and the host's clock measures it. On an accelerator it blocks the stream, not the
+    host. Two events around the wait then measure how long the stream was idle; they are read only when the log is
+    written. A layer waits tens of times and every event costs a launch, so only some steps are timed there (``on``).
     ``mark`` records a timed event on the current stream; None if waits block the host. Waits are timed while ``on``.
     """
 
@@ -93,3 +91,67 @@ class WaitMeter:
         """Return the waits since the last call."""
         waits, self._waits = self._waits, Waits()
         return waits
+
+
+class CommBytes(Counter[tuple[str, str]]):
+    """(axis, kind of collective) -> bytes that this rank has sent. All axes of a world share one instance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._counting = True
+
+    def add(self, axis: str, kind: str, sent_bytes: float) -> None:
+        """Add the bytes that one collective sends, except inside ``uncounted``."""
+        if self._counting:
+            self[axis, kind] += round(sent_bytes)
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Ignore what is sent inside, such as by a recomputed forward. May be nested."""
+        before, self._counting = self._counting, False
+        try:
+            yield
+        finally:
+            self._counting = before
+
+    def take(self) -> dict[str, int]:
+        """Return "axis/kind" -> bytes since the last call, and start again from zero."""
+        sent = {f"{axis}/{kind}": amount for (axis, kind), amount in sorted(self.items()) if amount}
+        self.clear()
+        return sent
+
+
+class LaunchRecord(NamedTuple):
+    """The launch of a collective.
+
+    Attributes:
+        axis: Name of the axis, or of its queue.
+        number: Number of the launch on this axis, starting at 1.
+        at: ``time.monotonic()`` of the launch, in seconds.
+    """
+
+    axis: str
+    number: int
+    kind: str
+    at: float
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.number} on {self.axis}"
+
+
+class FlightRecorder:
+    """A ring buffer of launches, and the number of launches per axis since the start.
+
+    Attributes:
+        recent: The last ``size`` launches, oldest first.
+        counts: Axis -> number of launches, finished or not.
+    """
+
+    def __init__(self, size: int = 64) -> None:
+        self.recent: deque[LaunchRecord] = deque(maxlen=size)
+        self.counts: Counter[str] = Counter()
+
+    def note(self, axis: str, kind: str) -> None:
+        """Record that a collective is about to be launched."""
+        self.counts[axis] += 1
+        self.recent.append(LaunchRecord(axis, self.counts[axis], kind, time.monotonic()))
