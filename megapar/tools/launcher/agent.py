@@ -32,7 +32,7 @@ from megapar.tools.launcher.failures import (
     repeated,
 )
 from megapar.tools.launcher.launch_options import Launch
-from megapar.tools.launcher.meeting import MeetingPlace, limit_of, make_handler, nodes_of
+from megapar.tools.launcher.meeting import MeetingPlace, make_handler, nodes_of
 from megapar.tools.launcher.rank_files import RankLogs
 from megapar.tools.launcher.stopper import Stopper, Waiting
 from megapar.tools.launcher.warm import Warm, starting_with
@@ -108,8 +108,8 @@ class Agent(LocalElasticAgent):
         self._worker_group.spec.rdzv_handler.shutdown()
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        handler = worker_group.spec.rdzv_handler
-        limit = limit_of(handler)
+        handler: Any = worker_group.spec.rdzv_handler
+        limit = handler._settings.timeout.join.total_seconds()
         try:
             with self._stopper.idle("waiting for nodes"), Waiting(lambda: nodes_of(handler), limit):
                 super()._rendezvous(worker_group)

@@ -71,10 +71,7 @@ def _start(launch: Launch, stopper: Stopper, *, preflight: bool) -> int:
         place = _meet(launch)
     os.environ[STOP_TIMEOUT] = f"{stopper.ranks_seconds:g}"
     launch = _named(launch, place)
-    variables = {**launch.environment}
-    if place.store is not None and place.address:
-        variables |= interfaces(place.address)
-    for name, value in variables.items():
+    for name, value in {**launch.environment, **interfaces(place.address)}.items():
         os.environ[name] = value
         print(f"megapar launch: {name}={value}", file=sys.stderr)
     if preflight and (status := _preflight(launch, place, stopper)):
@@ -115,18 +112,13 @@ def _meet(launch: Launch) -> MeetingPlace:
 
     single_node = launch.nnodes == 1
     job_secret = secret.take(launch.secret_file, os.environ)
-    store_type = launch.rdzv_conf.get("store_type", "tcp") if launch.rdzv_backend == "c10d" else "other"
     if launch.require_secret and not single_node:
-        secret.require(job_secret, launch.rdzv_backend)
-    is_our_store = store_type in ("tcp", "file")
-    if not single_node and not (job_secret and is_our_store):
+        secret.require(job_secret)
+    if not single_node and not job_secret:
         print(f"megapar launch: {secret.NONE}", file=sys.stderr, flush=True)
-    if not is_our_store:
-        address = launch.local_addr or ("localhost" if single_node else None)
-        return meeting.MeetingPlace(None, launch.rdzv_endpoint, address)
     if not launch.rdzv_endpoint:
         return meeting.meet_here()
-    if store_type == "file":
+    if launch.rdzv_conf.get("store_type") == "file":
         address = launch.local_addr or (meeting.LOOPBACK if single_node else "")
         place = meeting.meet_by_file(launch.rdzv_endpoint, address)
     else:
@@ -145,7 +137,7 @@ def _named(launch: Launch, place: MeetingPlace) -> Launch:
 
     name = launch_name(launch.nnodes, launch.rdzv_id, place.store, place.secret)
     os.environ[LAUNCH] = name
-    return replace(launch, rdzv_id=launch.rdzv_id or name or "megapar")
+    return replace(launch, rdzv_id=launch.rdzv_id or name)
 
 
 def _validate(launch: Launch) -> Config | None:

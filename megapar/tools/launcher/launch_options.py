@@ -5,14 +5,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from importlib.metadata import entry_points
 from typing import Any
 
 from megapar.files.paths import MOUNT, REMOTE, is_url
 from megapar.tools.launcher.program import arguments_of, complaints_about, wants_warm_start
 from megapar.tools.parser import Parser, count, seconds, whole
 
-BACKENDS = ("c10d", "etcd", "etcd-v2", "static")
 STORES = ("file", "tcp")
 BOOLEANS = ("1", "true", "t", "yes", "y", "0", "false", "f", "no", "n")
 WHOLE = (
@@ -20,9 +18,8 @@ WHOLE = (
     *("keep_alive_interval", "keep_alive_max_attempt"),
 )
 """Rendezvous settings that torch parses as whole numbers. With 0 it rejects time limits, gives up immediately, or
-declares every node dead; only etcd's ``last_call_timeout`` may be 0.
+declares every node dead.
 """
-PORTS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -46,7 +43,6 @@ class Launch:
     min_nodes: int
     nnodes: int
     max_restarts: int
-    rdzv_backend: str
     rdzv_endpoint: str
     rdzv_id: str
     rdzv_conf: Mapping[str, str]
@@ -85,52 +81,18 @@ def _complaints(options: argparse.Namespace) -> Iterator[str]:
     for name, path in (("--log-dir", options.log_dir), ("--secret-file", options.secret_file)):
         if is_url(path or ""):
             yield f"{REMOTE} (here {name} {path}). {MOUNT}"
-    several_nodes, backend = options.nnodes[1] > 1, options.rdzv_backend
-    if several_nodes and not options.rdzv_endpoint:
+    if options.nnodes[1] > 1 and not options.rdzv_endpoint:
         yield "several nodes need --rdzv-endpoint HOST:PORT of one of them"
-    if several_nodes and options.max_restarts and not options.rdzv_id and backend not in ("c10d", "static"):
-        yield (
-            "--max-restarts on several nodes needs a --rdzv-id that is unique to this job and the same on every node, "
-            "or --rdzv-backend c10d"
-        )
-    if options.max_restarts and backend == "static":
-        yield "--max-restarts needs --rdzv-backend c10d: a static rendezvous happens only once"
-    if backend == "static":
-        yield from _static_complaints(options)
-    if backend not in BACKENDS:
-        installed = {found.name for found in entry_points(group="torchrun.handlers")}
-        if backend not in installed:
-            yield f"--rdzv-backend {backend} is not one of {', '.join(sorted({*BACKENDS, *installed}))}"
-    yield from _settings_complaints(options.rdzv_conf, backend)
-
-
-def _static_complaints(options: argparse.Namespace) -> Iterator[str]:
-    """Yield complaints about a static rendezvous, whose nodes cannot agree on ranks or on an address."""
-    nodes, rank, (_, colon, port) = options.nnodes[1], options.node_rank, options.rdzv_endpoint.rpartition(":")
-    if rank is None:
-        yield f"--rdzv-backend static needs --node-rank, this node's number from 0 to {nodes - 1}"
-    elif not 0 <= rank < nodes:
-        yield f"--node-rank {rank} is outside 0 to {nodes - 1}, the numbers of {nodes} static nodes"
-    if not (colon and port.isdecimal() and int(port) < PORTS) and (options.rdzv_endpoint or nodes == 1):
-        yield "--rdzv-backend static needs --rdzv-endpoint HOST:PORT, where node 0 listens"
-
-
-def _settings_complaints(text: str, backend: str) -> Iterator[str]:
-    for pair in filter(None, text.split(",")):
+    for pair in filter(None, options.rdzv_conf.split(",")):
         name, equals, value = pair.partition("=")
         if not equals or not name:
             yield f"--rdzv-conf {pair} is not NAME=VALUE"
-        elif name in WHOLE and (not value.isdecimal() or int(value) < _minimum(name, backend)):
-            yield f"--rdzv-conf {pair}: {value!r} is not a whole number >= {_minimum(name, backend)}"
+        elif name in WHOLE and (not value.isdecimal() or int(value) < 1):
+            yield f"--rdzv-conf {pair}: {value!r} is not a whole number >= 1"
         elif name == "is_host" and value.lower() not in BOOLEANS:
             yield f"--rdzv-conf {pair}: {value!r} is neither true nor false"
-        elif name == "store_type" and backend == "c10d" and value not in STORES:
+        elif name == "store_type" and value not in STORES:
             yield f"--rdzv-conf {pair}: {value!r} is neither {' nor '.join(STORES)}"
-
-
-def _minimum(name: str, backend: str) -> int:
-    """Return the minimum of a setting in ``WHOLE``; 0 for third-party backends, which check their own settings."""
-    return int(backend in BACKENDS and (name, backend) != ("last_call_timeout", "etcd"))
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -192,7 +154,7 @@ def make_parser() -> argparse.ArgumentParser:
 def _add_meeting(parser: argparse.ArgumentParser) -> None:
     """Add the options by which the nodes of a job find and authenticate each other."""
     add = parser.add_argument
-    add("--rdzv-backend", default="c10d", help="rendezvous backend of torch's elastic agent (default: c10d)")
+    add("--rdzv-backend", choices=("c10d",), default="c10d", help="accepted for commands of torchrun (default: c10d)")
     add(
         "--rdzv-endpoint",
         default="",
@@ -232,8 +194,6 @@ def make_launch(options: argparse.Namespace) -> Launch:
     Reads no file, except those of the checkpoint of ``evaluate``, for which it may raise MegaparError.
     """
     settings = dict(pair.partition("=")[::2] for pair in options.rdzv_conf.split(",") if pair)
-    if options.rdzv_backend == "static" and options.node_rank is not None:
-        settings["rank"] = options.node_rank
     min_nodes, max_nodes = options.nnodes
     derived: dict[str, Any] = {
         "min_nodes": min_nodes,

@@ -24,7 +24,6 @@ from typing import Any
 from torch.distributed import FileStore, HashStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousParameters, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
-from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from megapar.errors import DistributedError
 from megapar.launch_environment import RANK_FILE, ROUND
@@ -45,17 +44,16 @@ class MeetingPlace:
     """A store where nodes meet.
 
     Attributes:
-        store: The store; None if one of torch's own backends provides it.
         endpoint: HOST:PORT at which the other nodes reach the store.
-        address: Address of this node for the other nodes; None to let torch choose.
+        address: Address of this node for the other nodes.
         hosted: The store is in this process.
         files: Files through which the ranks meet; None if they use a store with a port on the first node.
         secret: Secret that authenticates the nodes; None if they are not authenticated.
     """
 
-    store: Store | None
+    store: Store
     endpoint: str
-    address: str | None
+    address: str
     hosted: bool = False
     files: RankFiles | None = None
     secret: bytes | None = field(default=None, repr=False)
@@ -147,7 +145,7 @@ def listening_store(address: str, port: int) -> TCPStore:
 def make_handler(launch: Launch, place: MeetingPlace) -> Any:
     """Return torch's rendezvous handler for a launch, with the changes that the top of this file names."""
     parameters = RendezvousParameters(
-        backend=launch.rdzv_backend,
+        backend="c10d",
         endpoint=place.endpoint,
         run_id=launch.rdzv_id,
         min_nodes=launch.min_nodes,
@@ -155,8 +153,6 @@ def make_handler(launch: Launch, place: MeetingPlace) -> Any:
         local_addr=place.address,
         **launch.rdzv_conf,
     )
-    if place.store is None:
-        return _with_new_stores(order_by_node_rank(get_rendezvous_handler(parameters), launch.node_rank))
     secret, clocks = place.secret, Clocks(float(parameters.get("last_call_timeout") or LAST_CALL_SECONDS))
     handler = create_handler(place.store, JsonBackend(place.store, launch.rdzv_id, secret, clocks), parameters)
     # The handler creates the ranks' store. By default that store would listen on all interfaces.
@@ -172,14 +168,12 @@ def make_handler(launch: Launch, place: MeetingPlace) -> Any:
     return _with_new_stores(order_by_node_rank(handler, launch.node_rank), place.files)
 
 
-def _with_new_stores(handler: Any, files: RankFiles | None = None) -> Any:
+def _with_new_stores(handler: Any, files: RankFiles | None) -> Any:
     """Make each rendezvous of a handler pass its number to the ranks and give them a new store.
 
     The restart counts of nodes differ if one joined later, but the number of the rendezvous is the same on all nodes.
     torch 2.13 reuses the first store, with the keys that dead ranks left in it.
     """
-    if not hasattr(handler, "_bootstrap_store_info"):
-        return handler  # the backend has no such store
     meet = handler.next_rendezvous
 
     def next_rendezvous() -> Any:
@@ -202,10 +196,8 @@ def order_by_node_rank(handler: Any, node_rank: int | None) -> Any:
     """Make a rendezvous number its nodes by their ``--node-rank``; return the same handler.
 
     Each node writes its number to the store of the round and reads those of the others, so all nodes compute the same
-    order, also in later rounds, when nodes have joined or left. Backends of another kind are returned unchanged.
+    order, also in later rounds, when nodes have joined or left.
     """
-    if not hasattr(handler, "_get_world"):
-        return handler
     by_address = handler._get_world
 
     def by_node_rank() -> tuple[int, int]:
@@ -239,16 +231,7 @@ def ordered(given: Sequence[int | None]) -> list[int]:
 
 
 def nodes_of(handler: Any) -> str:
-    """Return how many nodes have joined torch's c10d rendezvous, and how many it needs."""
-    holder, settings = getattr(handler, "_state_holder", None), getattr(handler, "_settings", None)
-    if holder is None or settings is None:
-        return "the other nodes"
-    minimum, maximum = settings.min_nodes, settings.max_nodes
+    """Return how many nodes have joined the rendezvous, and how many it needs."""
+    minimum, maximum = handler._settings.min_nodes, handler._settings.max_nodes
     needed = f"{maximum}" if minimum == maximum else f"{minimum} to {maximum}"
-    return f"nodes: {len(holder.state.participants)} of {needed} are present"
-
-
-def limit_of(handler: Any) -> float | None:
-    """Return the time limit of a rendezvous in seconds; None if its backend does not expose one."""
-    settings = getattr(handler, "_settings", None)
-    return None if settings is None else float(settings.timeout.join.total_seconds())
+    return f"nodes: {len(handler._state_holder.state.participants)} of {needed} are present"

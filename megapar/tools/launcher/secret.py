@@ -48,11 +48,8 @@ def take(file: str, environ: MutableMapping[str, str]) -> bytes | None:
     return None if variable is None else _checked(variable.encode().strip(), VARIABLE)
 
 
-def require(secret: bytes | None, backend: str) -> None:
+def require(secret: bytes | None) -> None:
     """Raise ConfigError if, under --require-secret, the rendezvous would not be authenticated."""
-    if backend != "c10d":
-        message = f"--require-secret is set, but the rendezvous is torch's {backend}, which does not support a secret."
-        raise _refused(message, "Remove --rdzv-backend.")
     if secret is None:
         fix = f"Pass one with --secret-file FILE or {VARIABLE}. {_CREATE}"
         raise _refused("--require-secret is set, but there is no secret.", fix)
@@ -165,8 +162,8 @@ class SignedStore:
         return f"{key} of {self._round}"
 
 
-def launch_name(nodes: int, job: str, store: Store | None, secret: bytes | None = None) -> str:
-    """Return a name that no other launch has; "" if several nodes have no store to agree on one.
+def launch_name(nodes: int, job: str, store: Store, secret: bytes | None = None) -> str:
+    """Return a name that no other launch has.
 
     Nodes that join later, or again, get the same name. Raises DistributedError if the store does not answer or
     contains something else than a name: the name is used as a folder name.
@@ -177,8 +174,6 @@ def launch_name(nodes: int, job: str, store: Store | None, secret: bytes | None 
     new_name = uuid.uuid4().hex
     if nodes == 1:
         return new_name
-    if store is None:
-        return ""
     signer, what = Signer(secret), f"the name of the launch of job {job or 'without a name'}"
     try:
         message: bytes = store.compare_set(_NAME_KEY + job, "", signer.sign(what, new_name.encode()).decode())

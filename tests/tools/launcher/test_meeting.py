@@ -55,11 +55,6 @@ def test_shared_numbers_are_reported(capsys: pytest.CaptureFixture[str]) -> None
     assert "several nodes have --node-rank 1; they are ordered by their addresses" in capsys.readouterr().err
 
 
-def test_other_backends_keep_their_order() -> None:
-    backend = object()
-    assert order_by_node_rank(backend, 0) is backend
-
-
 def test_nodes_meet_at_the_store_of_the_first_one() -> None:
     first = meet_at("localhost:0")
     second = meet_at(first.endpoint)

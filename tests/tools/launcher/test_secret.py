@@ -54,12 +54,10 @@ def test_what_is_no_file_or_no_secret_is_refused(file: Path) -> None:
         take("", {"MEGAPAR_SECRET": ""})
 
 
-def test_a_required_secret_must_be_there_and_of_use() -> None:
-    require(b"x" * 16, "c10d")
+def test_a_required_secret_must_be_there() -> None:
+    require(b"x" * 16)
     with pytest.raises(ConfigError, match="but there is no secret"):
-        require(None, "c10d")
-    with pytest.raises(ConfigError, match="torch's static, which does not support a secret"):
-        require(b"x" * 16, "static")
+        require(None)
 
 
 class Lost(HashStore):
@@ -75,9 +73,9 @@ def test_nodes_that_meet_have_one_name_and_other_launches_have_others() -> None:
     assert len({launch_name(2, "", store), launch_name(2, "", another), launch_name(2, "job", store)}) == 3
 
 
-def test_one_node_needs_no_store_and_several_cannot_do_without() -> None:
-    assert launch_name(1, "", None) != launch_name(1, "", None)
-    assert launch_name(2, "", None) == ""
+def test_one_node_has_another_name_each_time() -> None:
+    store = HashStore()
+    assert launch_name(1, "", store) != launch_name(1, "", store)
 
 
 @pytest.mark.parametrize("written", ["unsigned ../../home", "unsigned", "\xff", "unsigned " + "A" * 32])
