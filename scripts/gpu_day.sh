@@ -5,7 +5,7 @@
 #                       [--again] [--out FOLDER]
 #
 # Appends a JSON line per finding to FOLDER/findings.jsonl (default: runs/gpu_day) and continues where an earlier call
-# stopped. Exit status 0: all findings are right; 1: something is wrong or missing. See docs/devices.md.
+# stopped. Exit status 0: all findings are right; 1: something is wrong or missing. See docs/gpu_day.md.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=".venv/bin/python"

@@ -19,7 +19,7 @@ from megapar.planning.planned_run import PlannedRun
 from megapar.planning.traffic import Link, link
 
 HOPS = (BETWEEN, WITHIN)  # axes of a dispatch by node
-# Of --fp8 on an H100, at four shapes (docs/devices.md): products relative to bf16, and bytes that a cast of bf16 moves.
+# Of --fp8 on an H100, at four shapes (docs/gpu_day.md): products relative to bf16, and bytes that a cast of bf16 moves.
 FP8_RATES = {"fp8": 1.59, "fp8_experts": 1.34, TENSORWISE: 1.76}
 CAST_BYTES = {"fp8": 3, "fp8_experts": 3, TENSORWISE: 5}  # the last one reads a tensor for its maximum first
 

@@ -1,4 +1,4 @@
-"""Every fault by real processes: ``python -m tests.faults.matrix`` prints the table of docs/reliability.md.
+"""Every fault by real processes: ``python -m tests.faults.matrix`` prints the table of docs/faults.md.
 
 A case is named KIND or KIND, DETAIL; the table has a line for each kind.
 
