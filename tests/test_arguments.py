@@ -211,6 +211,33 @@ def test_bad_yaml_is_a_complaint(tmp_path: Path, text: str, rule: str) -> None:
     assert rule in rules(["--config", write(tmp_path, text)])
 
 
+def test_a_check_by_the_launcher_compares_the_ranks_that_it_would_start() -> None:
+    line = ["--data-path", "mock", "--world-size", "4", "--validate-only"]
+    assert parse("moe", line, {}).runtime.world_size == 4
+    with pytest.raises(ConfigError, match="world-size-launched"):
+        parse("moe", line, {"WORLD_SIZE": "2", "RANK": "0"})
+
+
+def test_fine_tuning_without_a_chat_template_is_refused_before_a_start(tmp_path: Path) -> None:
+    line = ["--task", "sft", "--data-path", str(tmp_path / "chat.jsonl"), "--tokenizer-model", str(tmp_path)]
+    (tmp_path / "chat.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}\n', encoding="utf-8")
+    (tmp_path / "tokenizer.json").write_text("{}", encoding="utf-8")
+    settings = tmp_path / "tokenizer_config.json"
+    settings.write_text("{}", encoding="utf-8")
+    lacks = "needs a chat template, which the tokenizer"
+    with pytest.raises(ConfigError, match=lacks):
+        parse("moe", [*line, "--validate-only"], {})
+    for path, text in ((settings, '{"chat_template": "{{ messages }}"}'), (tmp_path / "chat_template.jinja", "")):
+        settings.write_text("{}", encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
+        with pytest.raises(ConfigError) as refused:
+            parse("moe", [*line, "--validate-only", "--mp-degree", "3"], {})
+        assert lacks not in str(refused.value)
+
+
+YARN = "--rope-scaling-type yarn --rope-scaling-factor 4 --seq-length 128"
+
+
 def reminders(line: str) -> list[str]:
     return [text[1 : text.index("]")] for text in parse("moe", [*line.split(), "--rules-only"], {}).reminders]
 
@@ -222,6 +249,10 @@ def reminders(line: str) -> list[str]:
         ("--data-path builtin", []),
         ("--data-path mock --train-iters 999", []),
         ("--data-path mock --train-iters 1000", ["no-save"]),
+        ("--data-path mock --recompute-granularity full", ["recompute-nothing"]),
+        ("--data-path mock --recompute-granularity full --recompute-interval 1", []),
+        (f"--data-path mock {YARN} --original-max-position-embeddings 31", ["yarn-length"]),
+        (f"--data-path mock {YARN} --original-max-position-embeddings 32", []),
         ("--data-path mock --train-iters 1000 --save-hf out", ["no-save"]),
         ("--data-path mock --train-iters 1000 --save out", ["no-save-interval"]),
         ("--data-path mock --train-iters 1000 --save out --save-interval-minutes 30", []),

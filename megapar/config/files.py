@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from datetime import date
@@ -40,6 +41,7 @@ from megapar.launch_environment import starts_before
 from megapar.schema.rule import either, spell
 
 MOST_STEPS = 8  # listed in a message
+_ONE_SLASH = re.compile(r"(s3|gs|memory):/[^/]")
 
 
 def check_model(values: Mapping[str, Any]) -> Iterator[Complaint]:
@@ -67,6 +69,8 @@ def check_files(values: Mapping[str, Any]) -> Iterator[Complaint]:
     if values.get("tokenizer_model"):
         no_tokenizer = list(_tokenizer(Path(values["tokenizer_model"])))
         yield from no_tokenizer or check_vocabulary(values)
+        if values.get("task") == SFT and not values.get("chat_template") and not no_tokenizer:
+            yield from _no_template(Path(values["tokenizer_model"]))
     if values.get("load") and not is_stored(values["load"]):
         yield from _loaded(values)
     if values.get("load_hf") and not is_stored(values["load_hf"]):
@@ -88,13 +92,26 @@ def check_stores(values: Mapping[str, Any]) -> Iterator[Complaint]:
     for flag in FLAGS.values():
         value = values.get(flag.name) if flag.store else None
         words = value if isinstance(value, tuple) else (value or "",)
-        for uri in filter(is_url, (split_name(word)[1] for word in words) if flag.named else words):
+        places = [split_name(word)[1] if flag.named else word for word in words]
+        for place in filter(_ONE_SLASH.match, places):
+            message = f"{flag.spelling} {place} is a folder {place.partition('/')[0]} here, not a bucket."
+            yield Complaint("store", message, f"Write {place.replace(':/', '://', 1)}.")
+        for uri in filter(is_url, places):
             problem, fix = wrong_uri(uri)
             if problem:
                 yield Complaint("store", f"{flag.spelling} {masked(uri)} {problem}.", fix)
             elif uri.startswith(f"{MEMORY}://") and values.get("world_size", 1) > 1:
                 message = f"{flag.spelling} {uri} is the memory of one process, and the run has {values['world_size']}."
                 yield Complaint("store", message, "Choose a store that all ranks reach.")
+
+
+def _no_template(tokenizer: Path) -> Iterator[Complaint]:
+    """Complain about a tokenizer without a chat template; one that is refused by transformers is the run's matter."""
+    with suppress(OSError, ValueError):
+        settings = read_json(tokenizer / "tokenizer_config.json", INDEX_BYTES)
+        if not settings.get("chat_template") and not (tokenizer / "chat_template.jinja").exists():
+            message = f"--task sft needs a chat template, which the tokenizer {tokenizer} does not have."
+            yield Complaint("file", message, "Pass one as --chat-template FILE.")
 
 
 def _metrics(path: Path, save: str | None) -> Iterator[Complaint]:
@@ -183,7 +200,8 @@ def _published(path: Path) -> Iterator[Complaint]:
         yield Complaint(
             "file",
             f"--load-hf {path} has a config.json but no weights (*.safetensors).",
-            "Pass the complete folder; transformers' save_pretrained converts weights in other formats to safetensors.",
+            "Pass the complete folder; transformers' save_pretrained converts weights in other formats to safetensors. "
+            f"To train such a model from nothing: megapar configs --from-hf {path} > my.yaml",
         )
         return
     try:

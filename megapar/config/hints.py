@@ -37,6 +37,8 @@ half float16 | fp16
 double float64 | fp64
 1-sqrt | minus_sqrt
 f-then-b fthenb | gpipe
+zb zb-h1 zerobubble dualpipe dualpipev zb-v | zero_bubble
+cosine-with-restarts cosine_with_restarts cosine-annealing | cosine
 """)
 )
 
@@ -87,7 +89,7 @@ def of_block(name: str) -> str:
 def near_choice(value: str, choices: Sequence[str]) -> str:
     """Suggest the choice most similar to a value, as a question; "" if there is none."""
     other = CHOICES.get(value.lower())
-    near = [other] if other in choices else get_close_matches(value.lower(), choices, 1, 0.5)
+    near = [other] if other in choices else get_close_matches(value.lower(), choices, 1, 0.6)
     return f"Did you mean {near[0]}?" if near else ""
 
 

@@ -22,6 +22,7 @@ from megapar.schema.flag import SCRIPTS, Flag
 from megapar.schema.flag import normal as normal
 
 NOTHING = (None, "None", "null")
+_FROM_HF = "Make a configuration of it: megapar configs --from-hf {path} > my.yaml"
 _DICTIONARY = ("sharding_segment_strategy", "segment_broadcast_mb", "segment_anchors", "gradient_merge_acc_step")
 _SEGMENTED = ("sharding-segment-strategy", "segment-broadcast-mb", "fuse-broadcast-mb")
 
@@ -273,6 +274,10 @@ def read_files(draft: Draft, paths: Sequence[str]) -> None:
 def read_file(draft: Draft, path: str, origin: str = "file") -> None:
     """Read the keys of a YAML file into the draft; for a file of the other trainer, only complain."""
     loaded = _read_pairs(draft, path)
+    if {"architectures", "model_type"} & {key for key, _ in loaded}:
+        draft.complain("config-file", f"{path} is a config.json of transformers.", _FROM_HF.format(path=path))
+        draft.foreign = True
+        return
     draft.about = draft.about.updated(loaded)
     complaint = other_script(path, draft.about.script, draft.kind)
     if complaint is not None:

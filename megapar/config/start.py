@@ -137,6 +137,8 @@ def _check_alone(environ: Mapping[str, str]) -> list[Complaint]:
     return []
 
 
+_RECOMPUTES = ("recompute_interval", "recompute_method", "adaptive_recompute_device_size")
+
 LONG_RUN = 1000
 """Steps from which a run is worth saving; shorter runs are experiments."""
 
@@ -153,9 +155,13 @@ class DefaultNotes(NamedTuple):
 
 def check_defaults(values: Mapping[str, Any], origins: Mapping[str, str]) -> DefaultNotes:
     """Return the findings for flat values, any of which may be missing, and their origins."""
-    text, saving = _built_in_text(values, origins), _saving(values)
+    text, others = (
+        _built_in_text(values, origins),
+        [*_own_tokenizer(values, origins), *_yarn(values), *_recompute(values, origins)],
+    )
     refused = text is not None and _is_published(values, origins)
-    notes = [*saving] if refused or text is None else [text, *saving]
+    others += _saving(values)
+    notes = others if refused or text is None else [text, *others]
     return DefaultNotes((text,) if text is not None and refused else (), tuple(notes))
 
 
@@ -164,6 +170,33 @@ def _built_in_text(values: Mapping[str, Any], origins: Mapping[str, str]) -> Com
         return None
     message = "Without --data-path, a run trains on the built-in text: Python's documentation, about 2 MB."
     return Complaint("data-builtin", message, "Set --data-path, to builtin or mock if that is intended.")
+
+
+def _own_tokenizer(values: Mapping[str, Any], origins: Mapping[str, str]) -> list[Complaint]:
+    own = values.get("data_path") and origins.get("data_path", "default") != "default"
+    known = values.get("tokenizer_model") or values.get("load") or values.get("load_hf")
+    if not own or known or values["data_path"] in (("builtin",), ("mock",)) or not _is_published(values, origins):
+        return []
+    message = "Without --tokenizer-model, a tokenizer is trained on the text, with --vocab-size ids at most."
+    return [Complaint("tokenizer-trained", message, "Set --tokenizer-model to that of the model, if it has one.")]
+
+
+def _yarn(values: Mapping[str, Any]) -> list[Complaint]:
+    """Note that positions lie beyond those that YaRN stretches."""
+    original, factor = values.get("original_max_position_embeddings"), values.get("rope_scaling_factor")
+    length = values.get("seq_length") or 0
+    if values.get("rope_scaling_type") != "yarn" or not original or not factor or original * factor >= length:
+        return []
+    message = f"yarn stretches {original:,} positions by {factor:g}, and --seq-length is {length:,}."
+    return [Complaint("yarn-length", message, "Set --original-max-position-embeddings to those of the first training.")]
+
+
+def _recompute(values: Mapping[str, Any], origins: Mapping[str, str]) -> list[Complaint]:
+    asked = origins.get("recompute_granularity", "default") != "default" and values["recompute_granularity"] == "full"
+    if not asked or any(values.get(name) for name in _RECOMPUTES):
+        return []
+    message = "--recompute-granularity full is what a recomputed unit is, and nothing is recomputed."
+    return [Complaint("recompute-nothing", message, "Add --recompute-interval 1, or leave it out.")]
 
 
 def _is_published(values: Mapping[str, Any], origins: Mapping[str, str]) -> bool:

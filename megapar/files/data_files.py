@@ -130,10 +130,10 @@ def checked_text(text: Any, record: Any, place: str, field: str = FIELD) -> str:
         names = ", ".join(map(repr, list(record)[:8])) or "no fields"
         texts = {name: len(value) for name, value in record.items() if isinstance(value, str)}
         name = max(texts, key=texts.__getitem__) if texts else "NAME"
-        raise DataError(
-            f"{place}: no field {field!r}; the record has {names}. Name the field that contains the text: "
-            f"--text-field {name} (in megapar data: --field {name})"
-        )
+        fix = f"Name the field that contains the text: --text-field {name} (in megapar data: --field {name})"
+        if "messages" in record or "conversations" in record:
+            fix = "It is a conversation: --task sft trains on these"
+        raise DataError(f"{place}: no field {field!r}; the record has {names}. {fix}")
     kind = type(text if isinstance(record, dict) else record).__name__
     where = f"field {field!r} is" if isinstance(record, dict) else "the record is"
     wanted = "a string" if isinstance(record, dict) else f"an object with a field {field!r}"

@@ -43,8 +43,8 @@ def wrong_uri(text: str) -> tuple[str, str]:
     """Return (what prevents the use of a URI, what to do), or ("", ""). Only its form and packages are looked at."""
     parts = split_uri(text)
     if parts is None or parts[0] not in SCHEMES:
-        known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
-        return "is of no store that is built", f"Use one of {known}, or mount the store (docs/launch.md#object-stores)."
+        known = " or ".join(f"{scheme}://" for scheme in PACKAGES)
+        return "is of no store that is built", f"Use {known} (docs/launch.md#object-stores)."
     scheme, rest = parts
     if masked(text) != text:
         fix = "Leave them to the store's own ways, such as AWS_PROFILE or a role of the machine."

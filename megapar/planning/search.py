@@ -48,6 +48,7 @@ from megapar.schema.rule import divisors
 
 FASTER = 1 - 1e-9  # of two times that differ by less, neither is faster
 LARGEST_TUNED = 8  # samples of a micro-batch, before the other knobs are varied
+ALIKE = 1.01  # times within this factor are the same: a plan is less exact
 NEAR = 1.15  # a layout is slower by at most this factor, so that another knob may make it faster than the best
 MEASURED, CLOSEST = 20, 3  # layouts whose stages are all computed if none fits, and of these those made smaller
 TUNED, DESCENDED = 10, 3  # layouts that are tuned, and of these those whose other knobs are varied
@@ -126,6 +127,14 @@ class Search:
     def best(self) -> list[Result]:
         """Results that are known to fit, fastest first; of equally fast ones, the one that was found first."""
         return _fastest(result for result in self.results.values() if "fits" in vars(result) and result.fits)
+
+    @property
+    def offered(self) -> list[Result]:
+        """The best results, led by the one to take: of those that are as fast, the one with the fewest flags."""
+        best = self.best
+        alike = [result for result in best if result.seconds <= best[0].seconds * ALIKE]
+        alike.sort(key=lambda result: (len(result.candidate.values), result.reserved))
+        return [*alike[:1], *(result for result in best if result is not alike[0])]
 
     @property
     def closest(self) -> list[Result]:
@@ -262,7 +271,7 @@ def _fastest(results: Iterable[Result], count: int | None = None) -> list[Result
 
 def describe(search: Search, near: Sequence[Result], command: str) -> str:
     """Format the best layouts, the command of the first, and its neighbours."""
-    results, best = search.results.values(), search.best
+    results, best = search.results.values(), search.offered
     legal = [result.plan for result in results if result.plan is not None]
     lines = [f"{len(results):,} layouts tried, {len(legal):,} legal", ""]
     if not best:
@@ -286,7 +295,7 @@ def describe(search: Search, near: Sequence[Result], command: str) -> str:
 
 def to_dict(search: Search, near: Sequence[Result], command: str) -> dict[str, Any]:
     """Return the object that ``--json`` prints: the best plans with their flags, the command, and the neighbours."""
-    best = search.best
+    best = search.offered
     shown = [(result.candidate, result.plan) for result in best[:SHOWN] if result.plan is not None]
     plans = [{"flags": candidate.flags(), **plan.to_dict()} for candidate, plan in shown]
     reasons = {_change(result, best[0]): why_not(result, best[0]) for result in near}
@@ -390,7 +399,7 @@ def _slower(plan: Plan, best: Plan) -> str:
     """Describe the part of the time that grew most."""
     slow, fast = _parts(plan.speed), _parts(best.speed)
     name = max(slow, key=lambda part: slow[part] - fast[part])
-    return f"{name} {slow[name]:.3f} s, not {fast[name]:.3f}"
+    return f"{name} {slow[name]:.3g} s, not {fast[name]:.3g}"
 
 
 def _parts(speed: Speed) -> dict[str, float]:

@@ -148,7 +148,7 @@ _TUNING: tuple[Rule, ...] = (
             "--train-epochs is the length of a run over data that is read as a whole, in batches of one size: "
             "--train-iters, weights in --data-path and --rampup-batch-size exclude it"
         ),
-        fix="Leave it out, or leave them out.",
+        fix="Leave out --train-epochs, or each of those.",
         passing=f"{_SFT} --train-epochs 3",
         failing=f"{_SFT} --train-epochs 3 --train-iters 10",
     ),

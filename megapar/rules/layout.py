@@ -61,13 +61,13 @@ def distance(before: Mapping[str, int], after: Mapping[str, int], weights: Mappi
 def _near_layouts(f: Facts) -> str:
     """Suggest up to three legal sets of degrees, the nearest in ratio; an axis of size 1 stays at 1.
 
-    A degree of mp that does not divide the heads is left out: the next start would refuse it.
+    A degree of mp that does not divide the heads, or their groups, is left out: the next start would refuse it.
     """
     free = [name for name in _NAMES if getattr(f, name) > 1] or ["sharding_requested"]
     requested = {name: max(1, getattr(f, name)) for name in free}
     near = []
     for degrees in layouts(f.world_size, {name: near_degrees(f.world_size, requested[name], 12) for name in free}):
-        if f.num_attention_heads % degrees.get("mp_degree", 1):
+        if any(heads % degrees.get("mp_degree", 1) for heads in (f.num_attention_heads, f.num_query_groups)):
             continue
         hybrid = f.world_size > math.prod(degrees.values()) and f.sharding_requested != -1
         text = " ".join(f"{spell(name)} {degree}" for name, degree in degrees.items())
@@ -170,7 +170,7 @@ _no_effect = partial(Rule, source=NO_EFFECT)
 RULES: tuple[Rule, ...] = (
     Rule(
         id="world-size",
-        reads=("world_size", *_NAMES, "hybrid_dp", "num_attention_heads"),
+        reads=("world_size", *_NAMES, "hybrid_dp", "num_attention_heads", "num_query_groups"),
         requires=_factors,
         message="the number of ranks must be [N x] sharding x mp x pp x cp exactly, with N > 1 only for --hybrid-dp",
         fix=_near_layouts,
@@ -245,13 +245,13 @@ RULES: tuple[Rule, ...] = (
     _row(
         id="world-size-launched",
         reads=("validate_only", "rules_only", "world_size", "launched_size"),
-        when=lambda f: not f.validate_only and not f.rules_only,
+        when=lambda f: not f.rules_only and (not f.validate_only or f.launched_size > 1),
         requires=lambda f: f.world_size == f.launched_size,
         message="the number of ranks must be that of --world-size, which a configuration file may also set",
         fix=lambda f: (
             f"Start {f.world_size} ranks (on one node: `megapar launch --nproc-per-node {f.world_size}` ..), "
-            f"set --world-size {f.launched_size} on the command line, which overrides a file, or add --validate-only, "
-            "which starts no run."
+            f"or set --world-size {f.launched_size} on the command line, which overrides a file; without a launcher, "
+            "--validate-only checks any number of ranks."
         ),
         passing="--world-size 1",
         failing="--world-size 8",

@@ -12,6 +12,7 @@ from typing import Any
 from megapar.config.config import FLAGS
 from megapar.config.published import Unsupported, architecture_of, flags_of, read_config, remarks
 from megapar.config.yaml_file import FOLDER, SUFFIX, near_preset, preset_names
+from megapar.model.rope_scaling import NONE
 from megapar.schema.flag import SCRIPTS
 from megapar.schema.published import Json
 from megapar.tools.parser import Parser
@@ -72,6 +73,8 @@ def published_yaml(config: Json, source: str) -> str:
     kind, flags = flags_of(config)
     if not flags.get("mtp_depth"):
         flags.pop("mtp_block", None)  # of a class with such a block, in a model without one
+    if flags.get("rope_scaling_type") == NONE:
+        flags.pop("original_max_position_embeddings", None)  # of no scaling
     keys = {setting.flag: setting.name for setting in architecture.settings if setting.flag}
     lines = [
         (f"{name}: {_yaml(flags[name])}", keys.get(name, architecture.name))

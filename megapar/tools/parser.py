@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Mapping
 from difflib import get_close_matches
+from types import MappingProxyType
 from typing import NoReturn
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that reports errors in one line, with the nearest name for an unknown option."""
+    """A parser that reports errors in one line, with the nearest name for an unknown option.
+
+    Attributes:
+        elsewhere: What other programs' options are called here.
+    """
+
+    elsewhere: Mapping[str, str] = MappingProxyType({})
 
     def error(self, message: str) -> NoReturn:
         """Print the error and exit with status 2."""
@@ -22,6 +30,8 @@ class Parser(argparse.ArgumentParser):
     def _near(self, word: str) -> list[str]:
         if not word.startswith("-"):
             return []
+        if word in self.elsewhere:
+            return [self.elsewhere[word]]
         groups = (action.choices.values() for action in self._actions if isinstance(action, argparse._SubParsersAction))
         parsers = [self, *(parser for group in groups for parser in group)]
         known = sorted({name for parser in parsers for name in parser._option_string_actions if name.startswith("--")})

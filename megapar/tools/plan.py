@@ -230,7 +230,7 @@ def _search(
         return REFUSED
     near, command = [], ""
     if search.best:
-        first = search.best[0].candidate
+        first = search.offered[0].candidate
         near = list(search.neighbours(first))
         command = launch_command(first, variations, line[:-1], world, device.node)
     text = json.dumps(to_dict(search, near, command)) + "\n" if args.json else describe(search, near, command)
@@ -243,7 +243,7 @@ def _search(
 
 def _write_best(search: Search, variations: Variations, command: str, args: argparse.Namespace) -> None:
     """Write the page of a search and the file of its fastest layout, if they were asked for."""
-    best = search.best[0]
+    best = search.offered[0]
     if args.html is not None and best.plan is not None:
         from megapar.tools.run_page.plan_page import plan_page
 

@@ -57,7 +57,11 @@ def _show(names: Sequence[str]) -> int:
             print(f"{_paragraph(rule)}\n      {KIND_TITLES[rule.kind]}\n      Satisfied by: {rule.passing or NO_FLAG}")
             continue
         near = get_close_matches(name, known, 3, 0.5) if name else []
-        hint = f"Did you mean {either(near)}?" if near else "megapar rules lists all rows."
+        hint = (
+            f"Did you mean {either(near)}?"
+            if near
+            else "megapar rules lists all rows; a check of one value or file says all."
+        )
         what = f"{name} is not a row" if name else "show needs the name of a row"
         print(f"megapar rules: {what}. {hint}", file=sys.stderr)
         status = 2

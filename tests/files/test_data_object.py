@@ -21,7 +21,7 @@ from megapar.data.tokens import token_cache
 from megapar.data.tokens.token_cache import TokenCache
 from megapar.errors import DataError
 from megapar.files import bucket as bucket_files
-from megapar.files import data_object
+from megapar.files import data_object, objects
 from megapar.files.data_object import DataObject, find, found_at
 from megapar.files.location import Location, at
 from megapar.files.objects import ObjectHead, Objects
@@ -136,8 +136,9 @@ def test_workers_open_the_store_themselves(bucket: Location, tmp_path: Path, mon
 @pytest.mark.parametrize("store", ["s3", "memory"])
 @pytest.mark.parametrize("name", ["a.jsonl", "b.txt", "d.jsonl.gz", "e.txt.zst", "f.parquet"])
 def test_an_object_that_is_replaced_while_it_is_read_is_refused(
-    store: str, name: str, request: pytest.FixtureRequest, tmp_path: Path
+    store: str, name: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(objects, "PAUSE_SECONDS", 0.001)
     place = request.getfixturevalue("bucket") if store == "s3" else in_objects()
     content = _files(tmp_path / "files")[name].read_bytes()
     put(place / name, content)

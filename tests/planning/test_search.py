@@ -32,7 +32,7 @@ from megapar.planning.knobs import (
     default,
 )
 from megapar.planning.plan import Plan
-from megapar.planning.search import _parts, _slower
+from megapar.planning.search import ALIKE, _parts, _slower
 from megapar.planning.speed import Speed
 from megapar.planning.variation import MISSING, Variations, command_line
 from megapar.tools.main import main
@@ -71,7 +71,8 @@ def pasted(command: str) -> list[str]:
 def test_the_best_layouts_are_legal_fit_and_come_fastest_first(capsys: pytest.CaptureFixture[str]) -> None:
     found = search(*MIXTRAL, "--world-size", "8")
     seconds = [plan["step_seconds"] for plan in found["best"]]
-    assert seconds == sorted(seconds)
+    assert seconds[1:] == sorted(seconds[1:])
+    assert seconds[0] <= min(seconds) * ALIKE
     assert all(plan["fits"] for plan in found["best"])
     of_file = plan(capsys, *MIXTRAL, "--world-size", "8", "--ep-degree", "2")
     assert of_file["step_seconds"] > seconds[0]
@@ -87,6 +88,13 @@ def test_the_command_gives_the_same_plan(
     again = plan(capsys, *pasted(found["command"]), "--world-size", str(world))
     best = found["best"][0]
     assert again == {name: value for name, value in best.items() if name != "flags"}
+
+
+def test_of_layouts_that_are_as_fast_the_plainest_comes_first() -> None:
+    found = search(*SLICED, "--world-size", "8")
+    alike = [plan for plan in found["best"] if plan["step_seconds"] <= found["best"][0]["step_seconds"] * ALIKE]
+    assert len(found["best"][0]["flags"]) == min(len(plan["flags"]) for plan in alike)
+    assert any(len(plan["flags"]) > len(found["best"][0]["flags"]) for plan in alike)
 
 
 def test_flags_of_the_line_are_kept() -> None:
@@ -128,7 +136,7 @@ def test_no_single_flag_makes_the_best_faster(flags: tuple[str, ...], world: int
         except ConfigError:
             continue
         tried += 1
-        slower = seconds >= best["step_seconds"] * (1 - 1e-9)
+        slower = seconds >= best["step_seconds"] / ALIKE  # the first is the plainest
         assert slower or other.tokens_per_step != best["tokens_per_step"] or not other.fits, change
     assert tried > 10
 
@@ -325,10 +333,10 @@ def test_a_trainer_has_no_knobs_of_the_other() -> None:
 @pytest.mark.parametrize(
     ("field", "word"),
     [
-        ("fill_seconds", "the bubble takes 1.500 s, not 0.500"),
-        ("exposed_seconds", "exposed communication takes 1.300 s, not 0.300"),
-        ("optimizer_seconds", "the optimizer takes 1.250 s, not 0.250"),
-        ("step_seconds", "products and other operators take 9.950 s, not 8.950"),
+        ("fill_seconds", "the bubble takes 1.5 s, not 0.5"),
+        ("exposed_seconds", "exposed communication takes 1.3 s, not 0.3"),
+        ("optimizer_seconds", "the optimizer takes 1.25 s, not 0.25"),
+        ("step_seconds", "products and other operators take 9.95 s, not 8.95"),
     ],
 )
 def test_the_part_that_grew_is_named(field: str, word: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from types import MappingProxyType
 from typing import Any
 
 from megapar.files.paths import MOUNT, REMOTE, is_url
@@ -20,6 +21,15 @@ WHOLE = (
 """Rendezvous settings that torch parses as whole numbers. With 0 it rejects time limits, gives up immediately, or
 declares every node dead.
 """
+_TORCHRUN: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys(("--master-addr", "--master_addr"), "--rdzv-endpoint HOST:PORT"),
+        **dict.fromkeys(("--master-port", "--master_port"), "--rdzv-endpoint HOST:PORT"),
+        "--standalone": "--nnodes 1, which is the default,",
+        "--config": "pretrain moe --config",
+    }
+)
+"""What torchrun's options, and the trainers' before their name, are here."""
 
 
 @dataclass(frozen=True)
@@ -69,11 +79,17 @@ def read(argv: Sequence[str]) -> tuple[Launch, argparse.Namespace]:
     the checkpoint of ``evaluate`` cannot be used.
     """
     parser = make_parser()
-    options = parser.parse_args(argv)
+    names = {name.replace("-", "_"): name for name in parser._option_string_actions}  # torchrun takes both
+    options = parser.parse_args([_hyphenated(word, names) for word in argv])
     complaints = list(_complaints(options))
     if complaints:
         parser.error("; ".join(complaints))
     return make_launch(options), options
+
+
+def _hyphenated(word: str, names: Mapping[str, str]) -> str:
+    name, equals, value = word.partition("=")
+    return names.get(name.replace("-", "_"), name) + equals + value if name.startswith("--") else word
 
 
 def _complaints(options: argparse.Namespace) -> Iterator[str]:
@@ -103,6 +119,7 @@ def make_parser() -> argparse.ArgumentParser:
         epilog="Exit status: 0 done (also after a signal, if the checkpoint was saved), 2 refused, 1 anything else.",
         allow_abbrev=False,
     )
+    parser.elsewhere = _TORCHRUN
     add = parser.add_argument
     add("--nproc-per-node", type=count, default=1, metavar="N", help="ranks on this node (default: 1)")
     add("--nnodes", type=_nodes, default=(1, 1), metavar="N", help="number of nodes, or MIN:MAX (default: 1)")

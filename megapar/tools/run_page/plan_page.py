@@ -115,7 +115,7 @@ def _nodes(coordinates: Sequence[dict[str, int]], axis: str, node: int) -> str:
 def _search(search: Search | None) -> Figure | None:
     if search is None:
         return None
-    best = search.best[0] if search.best else None
+    best = search.offered[0] if search.best else None
     points = [
         Scattered(_group(result, best), result.first_stage / GIBIBYTE, result.seconds, named(result.candidate))
         for result in search.results.values()

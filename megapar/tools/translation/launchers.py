@@ -36,13 +36,19 @@ def _rendezvous(value: str, given: Given) -> Decided:
     if not address or not port:
         missing = "--master_port" if address else "--master_addr"
         return LEFT, "", f"--rdzv-endpoint needs address and port, but {missing} is not set"
+    if set("$`") & set(address + port):
+        return (
+            LEFT,
+            "",
+            "--rdzv-endpoint HOST:PORT is computed by the script; scripts/slurm.sbatch does that under Slurm",
+        )
     return RENAMED, f"megapar launch --rdzv-endpoint {address}:{port}", ""
 
 
 def _node_rank(value: str, given: Given) -> Decided:
     if _one_node(given):
         return UNNECESSARY, "", "there is one node"
-    return LEFT, "", "every node has another"
+    return LEFT, "", "each node has its own"
 
 
 def _ranks_here(value: str, given: Given) -> Decided:

@@ -143,7 +143,7 @@ def _warmup_fraction(value: str, given: Given) -> Decided:
 
 @_warmup("iters")
 def _warmup_steps(value: str, given: Given) -> Decided:
-    reason = "" if value == "0" else f"warmup step i has (i + 1) / {value} of the rate, i / {value} in Megatron-LM"
+    reason = "" if value == "0" else f"warmup step i has i / {value} of the rate, (i - 1) / {value} in Megatron-LM"
     return SAME, f"--lr-warmup-iters {value}", reason
 
 

@@ -380,7 +380,7 @@ def _translate_flag(written: str, value: str, spelling: Spelling) -> Translated:
         return Translated(written, value, OTHER, "", str(error))
     ours = f"{flag.spelling} {converted if flag.choices else value_here}"
     same = written == flag.spelling
-    return Translated(written, value, SAME if same else RENAMED, ours, "" if same else f"means {flag.spelling}")
+    return Translated(written, value, SAME if same else RENAMED, ours, "")
 
 
 def _translate_switch(written: str, value: str, spelling: Spelling) -> Translated:
@@ -390,7 +390,7 @@ def _translate_switch(written: str, value: str, spelling: Spelling) -> Translate
         return Translated(written, value, UNNECESSARY, "", _OFF)
     if flag.takes_value:
         ours = f"{flag.spelling} {' '.join(meaning) if isinstance(meaning, tuple) else meaning}"
-        return Translated(written, value, RENAMED, ours, f"means {flag.spelling}")
+        return Translated(written, value, RENAMED, ours, "")
     if value.lower() not in ("", *TRUE, *FALSE):
         if flag.type == "switch" and value.lower() in (flag.choices or ()):
             return Translated(written, value, SAME, f"{flag.spelling} {value.lower()}", "")
@@ -398,7 +398,7 @@ def _translate_switch(written: str, value: str, spelling: Spelling) -> Translate
     on = (meaning is not False) == (value.lower() not in FALSE)
     ours = flag.spelling if on else "--no-" + flag.spelling[2:]
     same = written == flag.spelling or spelling.text == written[2:]
-    return Translated(written, value, SAME if same else RENAMED, ours, "" if same else f"means {flag.spelling}")
+    return Translated(written, value, SAME if same else RENAMED, ours, "")
 
 
 FUNCTIONS: Mapping[str, Function] = {**of_megatron.FUNCTIONS, **of_paddle.FUNCTIONS, **launchers.FUNCTIONS}

@@ -17,6 +17,7 @@ def script(tmp_path: Path) -> str:
 
 def test_what_is_asked_for_is_read(script: str) -> None:
     options = ["--nproc-per-node", "2", "--max-restarts", "3", "--rdzv-conf", "join_timeout=60,is_host=true"]
+    options = [option.replace("--nproc-per-node", "--nproc_per_node") for option in options]  # as torchrun takes it
     launch, given = read([*options, "--preflight", script, "--lr", "1e-4"])
     assert (launch.nproc_per_node, launch.max_restarts, launch.world_size) == (2, 3, 2)
     assert launch.rdzv_conf == {"join_timeout": "60", "is_host": "true"}
@@ -34,6 +35,8 @@ def test_what_is_asked_for_is_read(script: str) -> None:
         (["--rdzv-conf", "timeout"], ["--rdzv-conf timeout is not NAME=VALUE"]),
         (["--rdzv-conf", "is_host=perhaps"], ["'perhaps' is neither true nor false"]),
         (["--rdzv-conf", "store_type=disk"], ["'disk' is neither file nor tcp"]),
+        (["--master_addr", "host"], ["--master_addr", "Did you mean --rdzv-endpoint HOST:PORT?"]),
+        (["--config", "a.yaml"], ["Did you mean pretrain moe --config?"]),
         (["--max-restarts", "-1"], ["argument --max-restarts: '-1' is not a whole number >= 0"]),
         (
             ["--nnodes", "2", "--max-restarts", "1", "--rdzv-conf", "timeout=x"],

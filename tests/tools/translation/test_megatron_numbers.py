@@ -219,7 +219,7 @@ def test_the_learning_rate_behind_the_warm_up_is_theirs(
 
 
 def test_the_step_of_a_warm_up_is_said() -> None:
-    assert "(i + 1)" in translate(["--lr-warmup-iters", "7"], "megatron")[0].reason
+    assert "i / 7 of the rate, (i - 1) / 7 in" in translate(["--lr-warmup-iters", "7"], "megatron")[0].reason
     assert "one step ahead" in translate(["--warmup_steps", "7"], "paddle")[0].reason
 
 
