@@ -58,6 +58,7 @@ from megapar.training.reports import messages, opening
 from megapar.training.reports.logger import Logger
 from megapar.training.reports.monitor import Monitor, make_monitor
 from megapar.training.reports.record import Record
+from megapar.training.reports.run_facts import write_end
 from megapar.training.reports.streams import guard_streams
 from megapar.training.reports.terminal import PlainTerminal, make_terminal
 from megapar.training.step.bad_steps import make_bad_step_policy
@@ -652,6 +653,8 @@ class Trainer:
     def _report_end(self, exported: Location | None) -> None:
         stop, folder = self.control.stop, self.checkpoints.folder
         source = self._ended_source
+        if self.terminal is not None and self.config.logging.metrics_file:
+            write_end(Path(self.config.logging.metrics_file).absolute().parent, self.progress.iteration, stop)
         for line in messages.farewell(self.config, self.progress.iteration, stop, folder, exported, source):
             self._message(line)
 

@@ -84,7 +84,15 @@ def test_a_run_leaves_what_the_page_needs(finished: Path) -> None:
     loads = [json.loads(line) for line in (finished / "metrics.experts.jsonl").read_text().splitlines()]
     assert [load["iteration"] for load in loads] == list(range(1, 13))
     assert all(1 <= layer["busiest_rank"] <= layer["max"] for load in loads for layer in load["layers"])
+    every = {load["iteration"]: load["loads"] for load in loads if "loads" in load}
+    assert list(every) == [6, 12]  # where the loads are on the host for an evaluation's line
+    for iteration, (layer,) in every.items():
+        (shown,) = loads[iteration - 1]["layers"]
+        assert len(layer) == 4
+        assert sum(layer) == pytest.approx(4, abs=0.02)
+        assert (min(layer), max(layer)) == (round(shown["min"], 2), round(shown["max"], 2))
     assert [(start["iteration"], start["world_size"]) for start in facts["starts"]] == [(1, 2)]
+    assert (facts["starts"][0]["end"]["iteration"], facts["starts"][0]["end"]["stopped"]) == (12, "")
     names = {event.get("name") for event in json.loads((finished / "trace.json").read_text())["traceEvents"]}
     assert {"megapar: forward and backward", "megapar: reduce", "megapar: optimizer"} <= names
 

@@ -43,7 +43,9 @@ class JsonLinesLogger(Logger):
         """Keep a line until the next flush. The experts' load goes to a separate file, which only experts have."""
         self._lines.append(json.dumps(record.to_dict()) + "\n")
         if record.expert_load:
-            self._loads.append(json.dumps({"iteration": record.iteration, "layers": record.expert_load}) + "\n")
+            row = {"iteration": record.iteration, "layers": record.expert_load}
+            row |= {"loads": record.loads_by_layer} if record.loads_by_layer else {}
+            self._loads.append(json.dumps(row) + "\n")
 
     def flush(self) -> None:
         """Write the lines, and flush both files to the operating system."""

@@ -49,6 +49,7 @@ from megapar.training.step.result import StepResult, Totals
 from megapar.training.step.update_norms import TENSOR_CLASSES
 
 _EVALUATED = (("loss", "loss"), ("lm_loss", "lm"), ("sop_loss", "sop"), ("mtp_loss", "mtp"), (BITS, BITS))
+_LOADS_APART = 1.01  # iterations of two records with all loads: a long run of many experts has few hundred of them
 _OF_PARTS = MappingProxyType({"eval_sets": OF_SET, "eval_sets_bits_per_byte": f"{BITS}/", "eval_scores": OF_TASK})
 
 
@@ -80,6 +81,7 @@ class Monitor:
         self._steps: list[StepResult] = []
         self._unevaluated: list[Record] = []  # at most one
         self._since = time.perf_counter()
+        self._loads_from = 0  # iteration
 
     def add(self, step: StepResult) -> None:
         """Keep a step for the next flush."""
@@ -266,6 +268,7 @@ class Monitor:
             failed_saves=self.failed_saves,
             pace=pace,
             expert_load=self._expert_load(load, step.iteration),
+            loads_by_layer=self._loads_by_layer(load, step),
         )
 
     def _expert_load(self, load: Sequence[Sequence[float]], iteration: int) -> list[dict[str, float]]:
@@ -275,6 +278,14 @@ class Monitor:
             rank = self.places.busiest(layer, counts, iteration)
             shown.append(_percentiles(counts) | ({} if rank is None else {"busiest_rank": rank}))
         return shown
+
+    def _loads_by_layer(self, load: Sequence[Sequence[float]], step: StepResult) -> list[list[float]]:
+        """Return the load of each expert by layer, in the newest of the kept steps only, and not soon again."""
+        if step is not self._steps[-1] or step.iteration < self._loads_from:
+            return []
+        self._loads_from = math.ceil(step.iteration * _LOADS_APART)
+        means = map(_fair, load)
+        return [[round(count / mean, 2) for count in counts] for counts, mean in zip(load, means, strict=True)]
 
 
 def make_monitor(
@@ -344,6 +355,10 @@ def _wide(value: Tensor) -> Tensor:
 def _percentiles(load: Sequence[float]) -> dict[str, float]:
     """Return percentiles of the load of a layer's experts, relative to a balanced load of 1.0."""
     counts, last = sorted(load), len(load) - 1
-    fair = sum(counts) / len(counts) or 1.0
     at = {"min": 0, "p50": last // 2, "p90": math.ceil(0.9 * last), "max": last}
+    fair = _fair(counts)
     return {name: counts[index] / fair for name, index in at.items()}
+
+
+def _fair(counts: Sequence[float]) -> float:
+    return sum(counts) / len(counts) or 1.0

@@ -70,6 +70,7 @@ class Record:
         eval_scores: Scores of --eval-tasks, by task/score.
         expert_load: Per mixture-of-experts layer, percentiles of the experts' load relative to a balanced load, and
             ``busiest_rank``, the load of the busiest of several expert parallel ranks relative to their mean.
+        loads_by_layer: In some steps that end a log interval, per layer the load of each expert, likewise relative.
     """
 
     iteration: int
@@ -121,6 +122,7 @@ class Record:
     eval_sets_bits_per_byte: dict[str, float] = field(default_factory=dict)
     eval_scores: dict[str, float] = field(default_factory=dict)
     expert_load: list[dict[str, float]] = field(default_factory=list)
+    loads_by_layer: list[list[float]] = field(default_factory=list)
 
     @property
     def perplexity(self) -> float | None:
@@ -198,7 +200,7 @@ class Record:
     def to_dict(self) -> dict[str, Any]:
         """Return the values for ``--metrics-jsonl``, without expert load; some only if they were measured."""
         values = asdict(self)
-        del values["expert_load"]
+        del values["expert_load"], values["loads_by_layer"]
         values |= {"perplexity": self.perplexity, "eval_perplexity": self.eval_perplexity}
         for name in _IF_ANY:
             if not values[name]:

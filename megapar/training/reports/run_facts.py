@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import sys
+from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,18 @@ def write_facts(
     folder.mkdir(parents=True, exist_ok=True)
     # In one step: a kill or a full disk leaves the file of the earlier starts.
     write_file(folder / NAME, (json.dumps(facts, indent=1) + "\n").encode())
+
+
+def write_end(folder: Path, iteration: int, stopped: str) -> None:
+    """Write that the last start has ended, after which iteration, and why if steps are left.
+
+    Only ``megapar report --watch`` reads it, so a file that cannot be written is left as it is.
+    """
+    time = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        facts = read_json(folder / NAME)
+        facts["starts"][-1]["end"] = {"iteration": iteration, "time": time, "stopped": stopped}
+        write_file(folder / NAME, (json.dumps(facts, indent=1) + "\n").encode())
 
 
 def _configuration(config: Config) -> dict[str, dict[str, Any]]:
