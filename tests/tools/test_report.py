@@ -29,7 +29,8 @@ from megapar.tools.run_page import run_folder
 from megapar.tools.run_page.curve_sections import LOSSES, panels
 from megapar.tools.run_page.document import SCRIPTS, own_file
 from megapar.tools.run_page.plan_comparison import plan_of, planned_parts
-from megapar.tools.run_page.tables import phases
+from megapar.tools.run_page.tables import phases, side_by_side
+from megapar.tools.run_page.watch import RELOAD_SECONDS
 from megapar.training.loop.callbacks import Profile
 from megapar.training.reports.monitor import _percentiles
 from megapar.training.reports.run_facts import NAME, _earlier_starts, write_facts
@@ -105,6 +106,9 @@ def test_the_page_has_every_section_and_loads_nothing(finished: Path) -> None:
     page = (finished / "report.html").read_text(encoding="utf-8")
     headings = re.findall(r"<h2>(.*?)</h2>", page)
     assert [heading.split()[0] for heading in headings] == SECTIONS.split()
+    links = re.findall(r'<a href="#(.*?)">', page)
+    assert set(links) <= set(re.findall(r"<figure id=([\w-]+)", page))
+    page = page.replace('<a href="#', "")
     assert not re.search(r"(src|href)=|https?://|<script|@import|url\(", without_own_scripts(page))
     assert len(page.encode()) < MOST_BYTES
     drawn = figures(page)
@@ -339,6 +343,74 @@ def test_a_page_of_several_runs_has_a_curve_of_each_and_the_flags_that_differ(fi
     assert len(page.encode()) < MOST_BYTES
 
 
+def rows(table: str) -> dict[str, list[str]]:
+    """Name -> cells of the rows of a table of runs; the best are in stars."""
+    table = re.sub(r'<td class="best"[^>]*>(.*?)</td>', r"<td>*\1*</td>", table)
+    found = re.findall(r"<tr><th>([^<]*)</th>(<td>.*?)</tr>", table)
+    return {name: re.findall(r"<td>(.*?)</td>", cells) for name, cells in found}
+
+
+def test_rows_that_do_not_matter_are_folded_and_the_best_values_marked() -> None:
+    def made(name: str, loss: float, seconds: float, **flags: object) -> run_folder.RunFolder:
+        record = {"iteration": 9, "consumed_tokens": 900, "loss": loss, "iteration_seconds": seconds}
+        configuration = {flag: {"flag": f"--{flag}", "value": value} for flag, value in flags.items()}
+        facts = {"parameters": 8, "world_size": 2, "device": {"name": "cpu"}, "configuration": configuration}
+        return run_folder.RunFolder(name, [record], facts, [], {})
+
+    runs = [
+        made("a", 2.0, 1.0, lr=0.1, save="x/a", seed=1),
+        made("b", 1.5, 1.01, lr=0.2, save="x/b", seed=1),
+        made("c", 1.5001, 1.0, lr=0.1, save="x/c", seed=1),
+    ]
+    figures_of, _, flags = side_by_side(runs).partition("<h2>Flags that differ</h2>")
+    shown, _, folded = figures_of.partition("<details")
+    assert rows(shown) == {"loss": ["2.0000", "*1.5000*", "*1.5001*"]}
+    assert rows(folded).keys() == {"iterations", "tokens", "time per step", "parameters", "ranks", "device"}
+    assert "*" not in str(rows(folded))
+    shown, _, folded = flags.partition("<details")
+    assert rows(shown) == {"--lr": ["0.1", "0.2", "0.1"]}
+    assert rows(folded) == {"--save": ["x/a", "x/b", "x/c"]}
+    assert "Flags that differ" not in side_by_side([runs[0], runs[0]])
+
+
+def test_a_value_that_a_run_lacks_is_shown_as_missing() -> None:
+    runs = [run_folder.RunFolder("a", [{"iteration": 1, "consumed_tokens": 8, "loss": 2.0}], {}, [], {})]
+    runs += [run_folder.RunFolder("b", [{**runs[0].records[0], "iteration_seconds": 1.0}], {}, [], {})]
+    assert rows(side_by_side(runs).partition("<details")[0]) == {"time per step": ["", "1 s"]}
+
+
+def test_runs_of_one_plan_share_its_bars(finished: Path, tmp_path: Path) -> None:
+    shutil.copytree(finished, tmp_path / "other")
+    page = report(finished, tmp_path / "other")
+    for title in ("Where the time of a step went", "Memory of a rank"):
+        assert figures(page)[title]["bars"] == [f"measured, {finished.name}", "measured, other", "plan"]
+    assert re.findall(r"<h1>(.*?)</h1>", page) == [f"megapar: {finished.name}, other"]
+
+
+def test_a_watched_page_reloads_itself_until_the_run_has_ended(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    facts = json.loads((run / "run.json").read_text())
+    end = facts["starts"][0].pop("end")
+    (run / "run.json").write_text(json.dumps(facts))
+    pages = []
+
+    def sleep(seconds: float) -> None:
+        pages.append((run / "report.html").read_text())
+        facts["starts"][0]["end"] = end
+        (run / "run.json").write_text(json.dumps(facts))
+
+    monkeypatch.setattr("megapar.tools.run_page.watch.time.sleep", sleep)
+    assert main(["report", str(run), "--watch"]) == 0
+    assert [f'<meta http-equiv="refresh" content="{RELOAD_SECONDS}">' in page for page in pages] == [True]
+    assert 'http-equiv="refresh"' not in (run / "report.html").read_text()
+    assert capsys.readouterr().out.splitlines()[-1] == f"wrote {run}/report.html"
+    monkeypatch.setattr("megapar.tools.run_page.watch.time.sleep", lambda seconds: pytest.fail("it has ended"))
+    assert main(["report", str(run), "--watch"]) == 0
+
+
 def test_losses_and_accuracies_of_tasks_are_in_figures_of_their_own() -> None:
     tasks = {"distance": 2.0, "distance_accuracy": 0.5, "order": 1.0}
     records = [{"iteration": iteration, "loss": 1.0, "tasks": tasks} for iteration in (1, 2)]
@@ -396,7 +468,8 @@ def test_a_long_run_on_many_axes_makes_a_page_that_is_not_too_large(finished: Pa
     loads = {"min": 0.123, "p50": 1.0, "p90": 1.5, "max": 2.345, "busiest_rank": 1.234}
     with (tmp_path / "metrics.experts.jsonl").open("w") as file:
         for iteration in range(1, 1001, 10):
-            file.write(f"{json.dumps({'iteration': iteration, 'layers': [loads] * 61})}\n")
+            every = [[0.01 * (iteration * expert * 7919 % 300) for expert in range(384)]] * 61
+            file.write(f"{json.dumps({'iteration': iteration, 'layers': [loads] * 61, 'loads': every})}\n")
     shutil.copy(finished / "run.json", tmp_path)
     shutil.copy(finished / "trace.json", tmp_path)
     page = report(tmp_path)

@@ -1,4 +1,4 @@
-"""Curves over the iterations of one run, or of several: losses, speed, memory, communication, and the experts' load.
+"""Curves over the iterations of one run, or of several: losses, speed, memory, communication, and the router.
 
 In the page of one run a figure has the curves of one kind, in that of several runs the same curve of each run.
 """
@@ -8,10 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean
 from typing import Any
 
-from megapar.tools.run_page.figures import COLORS, Curve, Figure, Points, curves, heat
+from megapar.tools.run_page.figures import COLORS, Curve, Figure, Points, curves
 from megapar.tools.run_page.run_folder import RunFolder
 
 # One color per axis, in every figure that tells axes apart.
@@ -21,8 +20,6 @@ AXIS_COLORS = {
     **{"expert_shard": "#4d7c0f", "expert_replica": "#be185d", "world": "#475569"},
 }
 LINES = ("solid", "dashed", "dotted")
-COLUMNS, ROWS = 60, 64  # cells of a heat map that a screen can show
-BALANCED = "1 is a balanced load."
 
 
 @dataclass(frozen=True)
@@ -130,7 +127,8 @@ def _figures(runs: Sequence[RunFolder], panel: Panel) -> list[Figure]:
         return [figure for figure in drawn if figure]
     figures = []
     for metric, name in metrics.items():
-        title = panel.title if len(panel.names) == 1 and name in panel.names.values() else f"{panel.title}: {name}"
+        alone = len(panel.names) == 1 and name in panel.names.values()
+        title = panel.title if alone or name == panel.title.lower() else f"{panel.title}: {name}"
         found = [
             _curve(panel, metric, run.name, points, COLORS[number % len(COLORS)])
             for number, run in enumerate(runs)
@@ -193,47 +191,3 @@ def values(records: Sequence[Mapping[str, Any]], metric: str) -> list[tuple[floa
         if value is not None:
             points.append((record["iteration"], float(value)))
     return points if any(y for _, y in points) else []
-
-
-def expert_figures(runs: Sequence[RunFolder]) -> list[Figure]:
-    """Return the busiest experts and ranks over the mean, and for a single run heat maps of the load of each layer."""
-    found: list[Figure | None] = []
-    if len(runs) == 1 and runs[0].experts:
-        found += [
-            _loads(runs[0].experts, "max", "Most loaded expert of each layer"),
-            _loads(runs[0].experts, "min", "Least loaded expert of each layer"),
-        ]
-    found += [
-        _busiest(runs, "max", "Busiest expert", BALANCED),
-        _busiest(
-            runs, "busiest_rank", "Busiest rank of experts", f"{BALANCED} All replicas of an expert count together."
-        ),
-    ]
-    return [figure for figure in found if figure]
-
-
-def _busiest(runs: Sequence[RunFolder], which: str, title: str, note: str) -> Figure | None:
-    drawn = []
-    for number, run in enumerate(runs):
-        rows = [
-            (record["iteration"], loads)
-            for record in run.experts
-            if (loads := [layer[which] for layer in record["layers"] if which in layer])
-        ]
-        means = [(iteration, fmean(loads)) for iteration, loads in rows]
-        color = COLORS[number % len(COLORS)]
-        drawn.append(Curve("mean of layers" if len(runs) == 1 else run.name, means, color, noisy=True))
-        if len(runs) == 1 and any(len(loads) > 1 for _, loads in rows):
-            worst = [(iteration, max(loads)) for iteration, loads in rows]
-            drawn.append(Curve("worst layer", worst, COLORS[1], noisy=True))
-    of = "" if len(runs) == 1 else ", mean of layers"
-    return curves(f"{title} over the mean{of}", drawn, quantity="times", note=note)
-
-
-def _loads(records: Sequence[Mapping[str, Any]], which: str, title: str) -> Figure | None:
-    layers = len(records[0]["layers"])
-    records = [record for record in records if len(record["layers"]) == layers]
-    shown = records[:: max(1, -(-len(records) // COLUMNS))]
-    kept = range(0, layers, max(1, -(-layers // ROWS)))
-    rows = [[record["layers"][layer][which] for record in shown] for layer in kept]
-    return heat(title, rows, [f"layer {layer}" for layer in kept], [record["iteration"] for record in shown])

@@ -8,6 +8,7 @@ neither other scripts nor any request, whatever the names of runs and files in i
 from __future__ import annotations
 
 import json
+import re
 from base64 import b64encode
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,13 +38,16 @@ class PageSection:
     html: str = ""
 
 
-def document(title: str, head: str, sections: Sequence[PageSection], marks: Sequence[tuple[int, str]] = ()) -> str:
+def document(
+    title: str, head: str, sections: Sequence[PageSection], marks: Sequence[tuple[int, str]] = (), reload: int = 0
+) -> str:
     """Return the document.
 
     Args:
         head: HTML under the title.
         sections: Its parts; those without content are left out.
         marks: Iterations that figures of curves mark, each with ``resume``, ``layout`` or ``phase``.
+        reload: Seconds after which a browser reads the page again; 0: it does not.
     """
     filled = [section for section in sections if section.figures or section.html]
     numbers = iter(range(sum(len(section.figures) for section in filled)))
@@ -53,14 +57,21 @@ def document(title: str, head: str, sections: Sequence[PageSection], marks: Sequ
     )
     data = {"figures": _drawable([figure for section in filled for figure in section.figures]), "marks": list(marks)}
     scripts = [own_file(name) for name in SCRIPTS]
+    again = f'<meta http-equiv="refresh" content="{reload}">' if reload else ""
+    live = f"<p>Live: reloads itself every {reload} seconds.</p>" if reload else ""
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8">{_policy(scripts)}'
-        f'<meta name="viewport" content="width=device-width"><title>{escape(title)}</title>'
-        f"<style>{own_file('page.css')}</style></head><body><main><h1>{escape(title)}</h1>{head}"
+        f'{again}<meta name="viewport" content="width=device-width"><title>{escape(title)}</title>'
+        f"<style>{own_file('page.css')}</style></head><body><main><h1>{escape(title)}</h1>{live}{head}"
         f"<noscript><p>The figures need JavaScript. All of it is in this file.</p></noscript>{body}</main>"
         f'<script type="application/json" id="data">{json_in_html(data)}</script>'
         f"{''.join(f'<script>{script}</script>' for script in scripts)}</body></html>\n"
     )
+
+
+def place_of(title: str) -> str:
+    """Return the name of the figure with this title in links to it."""
+    return re.sub(r"\W+", "-", title.lower()).strip("-")
 
 
 def own_file(name: str) -> str:
@@ -81,14 +92,31 @@ def _policy(scripts: Sequence[str]) -> str:
 
 
 def _grid(figures: Sequence[Figure], numbers: Iterator[int]) -> str:
-    drawn = "".join(
-        f"<figure{' class=wide' if figure.wide else ''}><figcaption>{escape(figure.title)}"
-        f"<span>{escape(figure.unit)}</span></figcaption>"
-        f'<div class="chart" style="height:{figure.height}px" data-figure="{next(numbers)}"></div>'
+    """Return the cards of figures, two in a row; one that would be alone in a row has the width of the page."""
+    cards, left = [], True
+    for number, figure in enumerate(figures, 1):
+        after = figures[number] if number < len(figures) else None
+        wide = figure.wide or (left and (after is None or after.wide))
+        left = wide or not left
+        cards.append(_card(figure, next(numbers), " wide" if wide else ""))
+    return f'<div class="grid">{"".join(cards)}</div>' if cards else ""
+
+
+def _card(figure: Figure, number: int, wide: str) -> str:
+    return (
+        f'<figure id={place_of(figure.title)} class="{figure.kind}{wide}">{_choice(figure)}'
+        f"<figcaption>{escape(figure.title)}<span>{escape(figure.unit)}</span></figcaption>"
+        f'<div class="chart" style="height:{figure.height}px" data-figure="{number}"></div>'
         f"{f'<p>{escape(figure.note)}</p>' if figure.note else ''}</figure>"
-        for figure in figures
     )
-    return f'<div class="grid">{drawn}</div>' if drawn else ""
+
+
+def _choice(figure: Figure) -> str:
+    options = "".join(
+        f"<option value={number}{' selected' if number == figure.chosen else ''}>{escape(name)}</option>"
+        for number, name in enumerate(figure.choices)
+    )
+    return f'<select aria-label="{escape(figure.title)}: choose">{options}</select>' if options else ""
 
 
 def _drawable(figures: Sequence[Figure]) -> list[dict[str, Any]]:

@@ -18,6 +18,10 @@ COLORS = ("#2563eb", "#ea580c", "#059669", "#9333ea", "#0891b2", "#db2777", "#65
 GRAY = "#cbd5e1"
 SPANS = 4000  # of a timeline
 NOISY_POINTS = 100  # a curve of fewer points is shown as it is, without a mean
+OCTAVES, LEVELS = 5, 8  # loads of maps are from 1/32 to 32, in steps of an eighth of an octave: 9 %
+LETTERS = "".join(
+    letter for letter in map(chr, range(35, 127)) if letter not in "&<>\\"
+)  # as they are in JSON and HTML
 _SIZES = {
     "bytes": ((GIBIBYTE, "GiB"), (MEGABYTE, "MiB"), (2**10, "KiB"), (1, "bytes")),
     "seconds": ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")),
@@ -54,6 +58,8 @@ class Figure:
         kind: Name of the function in ``page.js`` that draws it.
         body: Input of that function, as JSON values.
         wide: It has the whole width of the page.
+        choices: Names of its maps, of which it shows one at a time; none if there is one.
+        chosen: Number of the one that it shows first.
     """
 
     title: str
@@ -63,6 +69,8 @@ class Figure:
     note: str = ""
     wide: bool = False
     height: int = 250
+    choices: Sequence[str] = ()
+    chosen: int = 0
 
 
 @dataclass(frozen=True)
@@ -165,17 +173,37 @@ def bars(
     return Figure(title, "bars", body, unit, note, wide=wide, height=110 + 40 * len(rows))
 
 
-def heat(title: str, rows: Sequence[Sequence[float]], names: Sequence[str], columns: Sequence[int]) -> Figure | None:
+def heat(
+    title: str,
+    maps: Mapping[str, Sequence[Sequence[float]]],
+    names: Sequence[str],
+    columns: Sequence[int],
+    *,
+    chosen: int = 0,
+    note: str = "",
+    wide: bool = False,
+) -> Figure | None:
     """Return a heat map of loads relative to their mean, all on the same scale of colors; None without values.
 
+    A load is a letter of ``LETTERS``, as there may be many.
+
     Args:
-        rows: For each name, one load per column; 1 is the mean.
+        maps: Name of a map -> its rows: for each of ``names``, one load per column; 1 is the mean.
         names: Labels of the rows, from the top.
+        chosen: Number of the map that is shown first.
     """
-    if not rows or not rows[0]:
+    if not maps or not names or not columns:
         return None
-    body = {"loads": [[round(load, 3) for load in row] for row in rows], "names": names, "columns": columns}
-    return Figure(title, "heat", body, "load relative to the mean", height=max(240, min(480, 120 + 14 * len(rows))))
+    texts = ["".join(_letter(load) for row in rows for load in row) for rows in maps.values()]
+    body = {"maps": texts, "names": names, "columns": columns, "letters": LETTERS, "octaves": OCTAVES, "levels": LEVELS}
+    choices, height = list(maps) if len(maps) > 1 else (), max(240, min(480, 120 + 14 * len(names)))
+    unit = "load relative to the mean"
+    return Figure(title, "heat", body, unit, note, wide=wide, height=height, choices=choices, chosen=chosen)
+
+
+def _letter(load: float) -> str:
+    octaves = math.log2(max(load, 2.0**-OCTAVES))
+    return LETTERS[round(LEVELS * (OCTAVES + min(octaves, OCTAVES)))]
 
 
 def scatter(

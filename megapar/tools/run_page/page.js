@@ -137,17 +137,17 @@
     };
   }
 
-  const OCTAVES = 3; // the scale of loads is logarithmic, from 1/8 to 8 times the mean
-  function heat(figure) {
-    const cells = figure.loads.flatMap((row, y) => row.map((load, x) =>
-      [x, y, Math.max(-OCTAVES, Math.min(OCTAVES, Math.log2(Math.max(load, 1e-9)))), load]));
+  function heat(figure, place, chosen) {
+    const across = figure.columns.length;
+    const cells = Array.from(figure.maps[chosen], (letter, place) => [place % across, Math.floor(place / across),
+      figure.letters.indexOf(letter) / figure.levels - figure.octaves]); // the logarithm of the load
     const step = roundStep((figure.columns.at(-1) - figure.columns[0]) / 6);
     const stretch = (index) => Math.floor(figure.columns[index] / step);
-    const label = (_, index) => (index > 0 && stretch(index) > stretch(index - 1) ? short(stretch(index) * step) : "");
+    const label = (_, index) => ((index ? stretch(index) > stretch(index - 1) : !(figure.columns[0] % step)) ? short(stretch(index) * step) : "");
     return {
       tooltip: { ...tooltip, formatter: (cell) => tip(
         `${figure.names[cell.value[1]]}, iteration ${figure.columns[cell.value[0]]}`,
-        [[cell.color, "", `${short(cell.value[3])} of the mean`]]) },
+        [[cell.color, "", `${short(+(2 ** cell.value[2]).toPrecision(2))} of the mean`]]) },
       grid: { left: width(figure.names, 11) + 12, right: 84, top: CAPTION + 14, bottom: 42 },
       xAxis: axis({ type: "category", data: figure.columns, ...under("iteration"),
         splitLine: { show: false }, axisLabel: { ...text, interval: 0, formatter: label } }),
@@ -156,7 +156,7 @@
         textStyle: text, hoverLink: true, pieces: scaleOfLoads.map(([low, high, color, label]) =>
           ({ gte: low, lt: high, color, label })) },
       series: [{ type: "heatmap", data: cells, animation: false, progressive: 0,
-        itemStyle: { borderWidth: figure.columns.length > 30 ? 0 : 0.5, borderColor: "#fff" } }],
+        itemStyle: { borderWidth: across > 30 || figure.names.length > 30 ? 0 : 0.5, borderColor: "#fff" } }],
     };
   }
   // Blue is idle, red is overloaded; the same in every map.
@@ -214,8 +214,11 @@
   const draw = { curves, bars, heat, spans, scatter };
   for (const place of document.querySelectorAll("[data-figure]")) {
     const figure = data.figures[+place.dataset.figure];
-    const options = draw[figure.kind](figure, place), chart = echarts.init(place, null, { renderer: "svg" });
+    const choice = place.parentElement.querySelector("select");
+    const options = draw[figure.kind](figure, place, choice ? choice.value : 0);
+    const chart = echarts.init(place, null, { renderer: "svg" });
     chart.setOption({ textStyle: { fontFamily: FONT }, ...options });
+    choice?.addEventListener("change", () => chart.setOption({ series: heat(figure, place, choice.value).series }));
     addEventListener("resize", () => chart.resize());
   }
 })();

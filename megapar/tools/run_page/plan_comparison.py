@@ -25,6 +25,7 @@ MEMORY_COLORS = {
     **{"parameters": "#2563eb", "gradients": "#0891b2", "optimizer": "#059669", "activations": "#ea580c"},
     **{"buffers": "#9333ea", "measured peak": "#475569"},
 }
+WHERE = "Where the time of a step went"
 PARTS = "The plan has the tensors of stage 0. The sum of its parts, each at its highest moment, bounds their peak."
 _OF_A_RESUME = ("override_data", "override_opt_param_scheduler")
 LAPTOP = "The plan's speed of a CPU is that of a laptop, as an order of magnitude."
@@ -61,13 +62,9 @@ def _plan_or_reason(facts: Mapping[str, Any]) -> Plan | str:
 
 def step_time(runs: Sequence[RunFolder], plans: Sequence[Plan | None]) -> Figure | None:
     """Return a bar of the measured step, and one of the planned step, of each run."""
-    rows = []
-    for run, plan in zip(runs, plans, strict=True):
-        of = "" if len(runs) == 1 else f", {run.name}"
-        if parts := measured_parts(run):
-            rows.append(StackedBar(f"measured{of}", parts))
-        if plan is not None:
-            rows.append(StackedBar(f"plan{of}", planned_parts(plan.speed)))
+    measured = [measured_parts(run) for run in runs]
+    planned = [{} if plan is None else planned_parts(plan.speed) for plan in plans]
+    rows = _beside(runs, measured, planned)
     reasons = dict.fromkeys(why for run in runs if isinstance(why := _plan_or_reason(run.facts), str))
     note = (
         "Measured: median step since the last start, on the reporting rank; what it did not wait for counts as "
@@ -76,7 +73,7 @@ def step_time(runs: Sequence[RunFolder], plans: Sequence[Plan | None]) -> Figure
     if any(plan is not None and plan.kind.kernels == "cpu" for plan in plans):
         note = f"{note} {LAPTOP}"
     note = " ".join((note, *(f"No plan: {why}" for why in reasons)))
-    return bars("Where the time of a step went", rows, TIME_COLORS, "seconds", note)
+    return bars(WHERE, rows, TIME_COLORS, "seconds", note)
 
 
 def measured_parts(run: RunFolder) -> dict[str, float]:
@@ -120,20 +117,28 @@ def memory(runs: Sequence[RunFolder], plans: Sequence[Plan | None]) -> list[Figu
 
 
 def _memory_parts(runs: Sequence[RunFolder], plans: Sequence[Plan | None]) -> Figure | None:
-    rows: list[StackedBar] = []
-    notes = [PARTS]
-    for run, plan in zip(runs, plans, strict=True):
-        if plan is None:
-            continue
-        first, of = plan.memory[0], "" if len(runs) == 1 else f", {run.name}"
-        peaks = [record["peak_memory_bytes"] for record in run.records if record.get("peak_memory_bytes")]
-        if peaks:
-            rows.append(StackedBar(f"measured{of}", {"measured peak": max(peaks)}))
-        parts = ("parameters", "gradients", "optimizer", "activations", "buffers")
-        rows.append(StackedBar(f"plan{of}", {part: getattr(first, part) for part in parts}))
-        if plan.kind.kernels == "cpu" and PROCESS not in notes:
-            notes.append(PROCESS)
-    return bars("Memory of a rank", rows, MEMORY_COLORS, "bytes", " ".join(notes), wide=len(runs) > 1)
+    if not any(plans):
+        return None
+    peaks = [max((record.get("peak_memory_bytes") or 0 for record in run.records), default=0) for run in runs]
+    measured = [{"measured peak": float(peak)} if peak else {} for peak in peaks]
+    parts = ("parameters", "gradients", "optimizer", "activations", "buffers")
+    planned = [{} if plan is None else {part: getattr(plan.memory[0], part) for part in parts} for plan in plans]
+    note = f"{PARTS} {PROCESS}" if any(plan is not None and plan.kind.kernels == "cpu" for plan in plans) else PARTS
+    return bars("Memory of a rank", _beside(runs, measured, planned), MEMORY_COLORS, "bytes", note, wide=len(runs) > 1)
+
+
+def _beside(
+    runs: Sequence[RunFolder], measured: Sequence[Mapping[str, float]], planned: Sequence[Mapping[str, float]]
+) -> list[StackedBar]:
+    """Return the measured bar of each run, above its planned one, or all above one plan that they share."""
+    shared = all(parts == planned[0] for parts in planned)
+    rows = []
+    for number, run in enumerate(runs):
+        of = "" if len(runs) == 1 else f", {run.name}"
+        rows += [StackedBar(f"measured{of}", measured[number])] if measured[number] else []
+        if planned[number] and (not shared or run is runs[-1]):
+            rows.append(StackedBar("plan" if shared else f"plan{of}", planned[number]))
+    return rows
 
 
 def median_of(run: RunFolder, metric: str) -> float | None:

@@ -71,6 +71,11 @@ class RunFolder:
         return plan_phases(parse_phases(given["data_phases"]), given["seq_length"], batch).spans[1:]
 
     @property
+    def ended(self) -> bool:
+        """Its last start has ended by itself, and was not killed."""
+        return "end" in (self.facts.get("starts") or [{}])[-1]
+
+    @property
     def marks(self) -> list[tuple[int, str]]:
         """The iterations that charts mark, and what begins there: ``resume``, ``layout`` or ``phase``."""
         starts = [(start.iteration, "layout" if start.changed else "resume") for start in self.restarts]

@@ -5,74 +5,135 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from html import escape
-from typing import Any
+from typing import Any, NamedTuple
 
+from megapar.arguments import FLAGS
 from megapar.core.grid import DENSE_AXES, Grid
 from megapar.core.units import GIBIBYTE
+from megapar.schema import role as roles
 from megapar.tools.run_page.figures import COLORS, scale
 from megapar.tools.run_page.plan_comparison import median_of
 from megapar.tools.run_page.run_folder import RunFolder
 
 SHOWN_RANKS = 512
+STEPS_DIFFER, LOSSES_DIFFER = 0.02, 0.001  # relative: steps of one machine, and losses of two seeds, differ by as much
+_LOADS = ("load", "load_hf", "finetune", "ckpt_step", "no_load_optim", "no_load_rng")  # other than what a run saves
 _FLAG_ROW = '<tr class="flag">'
 
 
-def summary(run: RunFolder) -> dict[str, str]:
-    """Return the main figures of a run: name -> value."""
+class MainFigure(NamedTuple):
+    """A main figure of a run.
+
+    Attributes:
+        text: Its value, as the page shows it.
+        value: The same as a number, with which runs are compared; 0 if no value is better than another.
+        better: -1 if less is better, 1 if more is.
+        matters: Relative difference from which on it matters.
+    """
+
+    text: str
+    value: float = 0.0
+    better: int = 0
+    matters: float = 0.0
+
+
+def summary(run: RunFolder) -> dict[str, MainFigure]:
+    """Return the main figures of a run by name."""
     last, facts = run.records[-1], run.facts
-    parts = {"iterations": f"{last['iteration']:,}", "tokens": _count(float(last["consumed_tokens"]))}
-    parts["loss"] = f"{last['loss']:.4f}"
+    parts = {
+        "iterations": MainFigure(f"{last['iteration']:,}"),
+        "tokens": MainFigure(_count(float(last["consumed_tokens"]))),
+        "loss": MainFigure(f"{last['loss']:.4f}", last["loss"], -1, LOSSES_DIFFER),
+    }
     evaluated = [record["eval_loss"] for record in run.records if record.get("eval_loss") is not None]
-    parts |= {"evaluation loss": f"{evaluated[-1]:.4f}"} if evaluated else {}
+    if evaluated:
+        parts["evaluation loss"] = MainFigure(f"{evaluated[-1]:.4f}", evaluated[-1], -1, LOSSES_DIFFER)
     if (speed := median_of(run, "tokens_per_second")) is not None:
-        parts["tokens per second"] = f"{speed:,.0f}"
+        parts["tokens per second"] = MainFigure(f"{speed:,.0f}", speed, 1, STEPS_DIFFER)
     if (seconds := median_of(run, "iteration_seconds")) is not None:
         size, unit = scale("seconds", [seconds])
-        parts["time per step"] = f"{seconds / size:.3g} {unit}"
+        parts["time per step"] = MainFigure(f"{seconds / size:.3g} {unit}", seconds, -1, STEPS_DIFFER)
     if (share := median_of(run, "mfu")) is not None:
-        parts["MFU"] = f"{share:.1%}" if share >= 0.01 else f"{share:.2%}"
+        text = f"{share:.1%}" if share >= 0.01 else f"{share:.2%}"
+        parts["MFU"] = MainFigure(text, share, 1, STEPS_DIFFER)
     if peak := max((record.get("peak_memory_bytes") or 0 for record in run.records), default=0):
-        parts["peak memory"] = f"{peak / GIBIBYTE:.2f} GiB"
+        parts["peak memory"] = MainFigure(f"{peak / GIBIBYTE:.2f} GiB", peak, -1, STEPS_DIFFER)
     if facts:
-        parts |= {"parameters": _count(facts["parameters"]), "ranks": f"{facts['world_size']:,}"}
-        parts["device"] = str(facts["device"]["name"])
+        parts["parameters"] = MainFigure(_count(facts["parameters"]))
+        parts["ranks"] = MainFigure(f"{facts['world_size']:,}")
+        parts["device"] = MainFigure(str(facts["device"]["name"]))
     return parts
 
 
 def tiles(run: RunFolder) -> str:
     """Return the summary of one run."""
     cells = "".join(
-        f"<div{' class=long' if len(value) > 12 else ''}><b>{escape(value)}</b><span>{escape(name)}</span></div>"
-        for name, value in summary(run).items()
+        f"<div{' class=long' if len(one.text) > 12 else ''}><b>{escape(one.text)}</b><span>{escape(name)}</span></div>"
+        for name, one in summary(run).items()
     )
     return f'<div class="tiles">{cells}</div>'
 
 
 def side_by_side(runs: Sequence[RunFolder]) -> str:
-    """Return the summaries of several runs, and the flags in which they differ."""
+    """Return the summaries of several runs with the best values marked, and the flags in which they differ.
+
+    Rows without a difference that matters, and flags that change no step, are folded.
+    """
     summaries = [summary(run) for run in runs]
     names = list(dict.fromkeys(name for one in summaries for name in one))
     head = "".join(
         f'<th><i style="background:{COLORS[number % len(COLORS)]}"></i>{escape(run.name)}</th>'
         for number, run in enumerate(runs)
     )
-    rows = [(name, [one.get(name, "") for one in summaries]) for name in names]
-    table = _rows_of_runs(head, rows)
-    values = [
-        {entry["flag"]: _text(entry["value"]) for entry in run.facts.get("configuration", {}).values()} for run in runs
-    ]
-    flags = list(dict.fromkeys(flag for one in values for flag in one))
-    apart = [(flag, [one.get(flag, "") for one in values]) for flag in flags]
-    apart = [(flag, cells) for flag, cells in apart if len(set(cells)) > 1]
-    return f"{table}<h2>Flags that differ</h2>{_rows_of_runs(head, apart)}" if apart else table
+    rows = {name: [one.get(name, MainFigure("")) for one in summaries] for name in names}
+    table = _folded(head, rows, [name for name, row in rows.items() if _differ(row)], "alike in all runs")
+    values = [run.facts.get("configuration", {}) for run in runs]
+    entries = {name: entry for one in values for name, entry in one.items()}
+    flags = {
+        entry["flag"]: [MainFigure(_text(one[name]["value"]) if name in one else "") for one in values]
+        for name, entry in entries.items()
+    }
+    apart = {flag: row for flag, row in flags.items() if _differ(row)}
+    shown = [entry["flag"] for name, entry in entries.items() if entry["flag"] in apart and _changes_a_run(name)]
+    more = _folded(head, apart, shown, "of files and logs")
+    return f"{table}<h2>Flags that differ</h2>{more}" if apart else table
 
 
-def _rows_of_runs(head: str, rows: Sequence[tuple[str, Sequence[str]]]) -> str:
+def _changes_a_run(name: str) -> bool:
+    return name in _LOADS or name not in FLAGS or FLAGS[name].role not in (roles.LOGS, roles.SAVES)
+
+
+def _differ(row: Sequence[MainFigure]) -> bool:
+    """Return True if the figures of the runs differ by what matters."""
+    if not all(one.better for one in row):
+        return len({one.text for one in row}) > 1
+    sizes = [one.value for one in row]
+    return not max(sizes) - min(sizes) <= row[0].matters * max(map(abs, sizes))
+
+
+def _folded(head: str, rows: Mapping[str, Sequence[MainFigure]], shown: Sequence[str], what: str) -> str:
+    """Return a table of the rows that are shown, and the others below it."""
+    rest = [name for name in rows if name not in shown]
+    table, below = (_rows_of_runs(head, {name: rows[name] for name in names}) for names in (shown, rest))
+    summary = f"{len(rest)} row{'s' if len(rest) > 1 else ''} {what}: {escape(', '.join(rest))}"
+    return f"{table}<details class=rest><summary>{summary}</summary>{below}</details>" if rest else table
+
+
+def _rows_of_runs(head: str, rows: Mapping[str, Sequence[MainFigure]]) -> str:
     body = "".join(
-        f"<tr><th>{escape(name)}</th>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
-        for name, cells in rows
+        f"<tr><th>{escape(name)}</th>{''.join(f'<td{_best(one, row)}>{escape(one.text)}</td>' for one in row)}</tr>"
+        for name, row in rows.items()
     )
-    return f'<div class="wide"><table class="runs"><tr><th></th>{head}</tr>{body}</table></div>'
+    return f'<div class="wide"><table class="runs"><tr><th></th>{head}</tr>{body}</table></div>' if rows else ""
+
+
+def _best(figure: MainFigure, row: Sequence[MainFigure]) -> str:
+    rivals = [one for one in row if one.better]
+    if figure not in rivals or not _differ(rivals):
+        return ""
+    of_all = max(one.value * one.better for one in rivals)
+    best = figure.value * figure.better >= of_all - figure.matters * abs(of_all)
+    return ' class="best" title="the best"' if best else ""
 
 
 def restarts(run: RunFolder) -> str:

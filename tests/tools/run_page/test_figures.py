@@ -61,7 +61,7 @@ def test_values_are_in_a_unit_that_fits_them() -> None:
 def test_nothing_makes_no_figure() -> None:
     assert curves("title", [Curve("name", [(1, float("nan"))], "#000")]) is None
     assert bars("title", [], {}, "seconds") is None
-    assert heat("title", [], [], []) is None
+    assert heat("title", {}, [], []) is None
     assert spans("title", [Lane("empty")], {}) is None
 
 
