@@ -355,7 +355,7 @@ PICTURES: Mapping[str, Callable[[], str]] = {
 
 SCREENSHOT = "report.png"
 """Picture of a measured run: the head of its page, down to where the time of a step went."""
-WIDTH, HEIGHT = 1240, 1215
+WIDTH, HEIGHT = 1240, 1262
 
 
 def screenshot(run: Path) -> None:
