@@ -56,7 +56,7 @@ def _objects_of(scheme: str, process: int) -> Objects:
 
 @dataclass(frozen=True)
 class BucketStore:
-    """The buckets of a scheme as a store (``files.location.Store``)."""
+    """The buckets of a scheme as a store, with the verbs of ``files.location.Location``."""
 
     scheme: str
 

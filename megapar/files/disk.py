@@ -31,7 +31,7 @@ _UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM)  # fr
 
 @dataclass(frozen=True)
 class DiskStore:
-    """Mounted file systems as a store (``files.location.Store``)."""
+    """Mounted file systems as a store, with the verbs of ``files.location.Location``."""
 
     def read(self, path: PurePath) -> io.RawIOBase:
         """Open a regular file. Raises OSError."""

@@ -20,80 +20,25 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import count
 from pathlib import Path, PurePath, PurePosixPath
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
-from megapar.files.bucket import BucketFile, BucketStore
-from megapar.files.disk import DiskStore, sync_tree
+from megapar.files.bucket import BucketFile, BucketLock, BucketStore
+from megapar.files.disk import DiskLock, DiskStore, DiskWriting, sync_tree
+from megapar.files.objects import Upload
 from megapar.files.regular_file import SMALL, UnfitFileError, json_object, read_open
 from megapar.files.uri import DISK, SCHEMES, split_uri
 
 _BLOCK = 1 << 20
 
 
-class Writing(Protocol):
-    """A file that is being written."""
-
-    def write(self, data: memoryview) -> None:
-        """Append all of these bytes."""
-
-    def finish(self, *, durable: bool = True) -> None:
-        """End the file. It survives a power failure from here on, unless it need not be ``durable``."""
-
-
-class Lock(Protocol):
-    """A record that this process holds."""
-
-    def renew(self, content: bytes) -> None:
-        """Write the heartbeat: the file with the name of the record and the suffix ``.beat``."""
-
-    def release(self) -> None:
-        """Let go of the record, which stays."""
-
-
-class Store(Protocol):
-    """A place for files. Every verb raises OSError if the store cannot be reached or refuses."""
-
-    def read(self, path: PurePath) -> io.RawIOBase:
-        """Open a file; ``seek`` and ``readinto`` read a range, and no other bytes. Raises FileNotFoundError."""
-
-    def write(self, path: PurePath) -> Writing:
-        """Begin a new file. Raises FileExistsError if there is one."""
-
-    def list(self, folder: PurePath) -> dict[str, int | None]:
-        """Return the name of each file in a folder with its size, and of all else with None; {} without a folder."""
-
-    def publish(self, made: PurePath, path: PurePath, *, replace: bool = False) -> None:
-        """Give a complete file or folder its final name in one step that survives a power failure.
-
-        Raises FileExistsError if the name is taken, other than by an empty folder; with ``replace``, a file or folder
-        of that name is removed. After a failure, a folder has its old name.
-        """
-
-    def remove(self, path: PurePath) -> None:
-        """Remove a file, or a folder with everything in it, if it exists."""
-
-    def lock(self, path: PurePath, record: Callable[[bool], bytes]) -> Lock | None:
-        """Create a file that only one process can create, and return None if another has.
-
-        ``record`` returns its content, given whether ``is_locked`` will tell whether the holder is alive.
-        """
-
-    def is_locked(self, path: PurePath) -> bool:
-        """Return False if the process that holds a record is known to have released it."""
-
-    def free_bytes(self, path: PurePath) -> int | None:
-        """Return the number of bytes that can still be written there, or None if there is no limit."""
-
-    def local_path(self, path: PurePath) -> Path | None:
-        """Return the path for libraries that read and write files themselves; None if the store is not a disk."""
-
-    def uri(self, path: PurePath) -> str:
-        """Return the name that users give."""
+Store: TypeAlias = "DiskStore | BucketStore"
+Writing: TypeAlias = "DiskWriting | Upload"
+Lock: TypeAlias = "DiskLock | BucketLock"
 
 
 @dataclass(frozen=True)
 class Location:
-    """A name in a store, with the verbs of the store."""
+    """A name in a store, with the verbs of the store; they raise OSError if it cannot be reached or refuses."""
 
     store: Store
     path: PurePath
@@ -119,19 +64,23 @@ class Location:
         return Location(self.store, self.path.with_name(name))
 
     def read(self) -> io.RawIOBase:
-        """Open it, as ``Store.read``."""
+        """Open a file; ``seek`` and ``readinto`` read a range, and no other bytes. Raises FileNotFoundError."""
         return self.store.read(self.path)
 
     def write(self) -> Writing:
-        """Begin it, as ``Store.write``."""
+        """Begin a new file, which is complete when it is finished. Raises FileExistsError if there is one."""
         return self.store.write(self.path)
 
     def list(self) -> dict[str, int | None]:
-        """Return what is in it, as ``Store.list``."""
+        """Return the name of each file in a folder with its size, and of all else with None; {} without a folder."""
         return self.store.list(self.path)
 
     def publish(self, final: Location, *, replace: bool = False) -> None:
-        """Give it the name ``final`` in the same store, as ``Store.publish``."""
+        """Give a complete file or folder its final name in one step that survives a power failure.
+
+        Raises FileExistsError if the name is taken, other than by an empty folder; with ``replace``, a file or folder
+        of that name is removed. After a failure, a folder has its old name.
+        """
         self.store.publish(self.path, final.path, replace=replace)
 
     def publish_beside(self, stem: str, suffix: str = "") -> Location:
@@ -144,23 +93,26 @@ class Location:
         return final
 
     def remove(self) -> None:
-        """Remove it, as ``Store.remove``."""
+        """Remove a file, or a folder with everything in it, if it exists."""
         self.store.remove(self.path)
 
     def lock(self, record: Callable[[bool], bytes]) -> Lock | None:
-        """Create and hold it, as ``Store.lock``."""
+        """Create and hold a file that only one process can create, and return None if another has.
+
+        ``record`` returns its content, given whether ``is_locked`` will tell whether the holder is alive.
+        """
         return self.store.lock(self.path, record)
 
     def is_locked(self) -> bool:
-        """Return what ``Store.is_locked`` does."""
+        """Return False if the process that holds a record is known to have released it."""
         return self.store.is_locked(self.path)
 
     def local_path(self) -> Path | None:
-        """Return its path, as ``Store.local_path``."""
+        """Return the path for libraries that read and write files themselves; None if the store is not a disk."""
         return self.store.local_path(self.path)
 
     def free_bytes(self) -> int | None:
-        """Return what ``Store.free_bytes`` does."""
+        """Return the number of bytes that can still be written there, or None if there is no limit."""
         return self.store.free_bytes(self.path)
 
     def exists(self) -> bool:
