@@ -85,9 +85,12 @@ class Objects:
     def exchange(self, key: str, content: bytes, etag: str) -> str:
         """Write an object over the one with this ETag, "" for none, and return its own.
 
-        Raises ChangedError if there is another one; a store that is only known through fsspec does not look.
+        Raises ChangedError if there is another one; fsspec looks whether there is one, and not which.
         """
-        return self._write(key, content, None)
+        try:
+            return self._write(key, content, etag or "*")
+        except (FileExistsError, FileNotFoundError) as error:
+            raise ChangedError(errno.EEXIST, "the store has another object of this name, or none", key) from error
 
     def _write(self, key: str, content: bytes, over: str | None) -> str:
         """Write an object. ``over``: the ETag that must be there, "*" for no object, None for either."""
@@ -100,8 +103,8 @@ class Objects:
             raise
 
     def _send(self, key: str, content: bytes, over: str | None) -> str:
-        self._fs.pipe_file(key, content, mode="create" if over else "overwrite")
-        return ""
+        self._fs.pipe_file(key, content, mode="create" if over == "*" else "overwrite")
+        return "unknown"
 
     def list(self, folder: str) -> dict[str, ObjectHead | None]:
         """Return the objects directly below a folder by name, and folders with None."""

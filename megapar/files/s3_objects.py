@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import io
-from collections import deque
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ import fsspec
 from megapar.files import objects
 from megapar.files.objects import BLOCK_BYTES, ChangedError, ObjectHead, Objects, Upload, status_of, tried
 
-_IN_FLIGHT = 3  # parts that are sent while the next one is filled
+_IN_FLIGHT = 2  # parts that are sent while the next one is filled
 _DOUBLES_AFTER = 2000  # parts; the 10,000 that S3 takes hold 3.8 TiB
 _LEAST_RATE = 1 << 20  # bytes per second, below which a request is one that stalls
 
@@ -65,13 +65,6 @@ class S3Objects(Objects):
         condition = {} if over is None else {"IfNoneMatch": "*"} if over == "*" else {"IfMatch": over}
         return str(self.ask("put_object", key, len(content), Body=content, **condition)["ETag"])
 
-    def exchange(self, key: str, content: bytes, etag: str) -> str:
-        """Write an object over the one with this ETag, "" for none. Raises ChangedError if there is another one."""
-        try:
-            return self._write(key, content, etag or "*")
-        except (FileExistsError, FileNotFoundError) as error:
-            raise ChangedError(17, "the store has another object of this name, or none", key) from error
-
     def upload(self, key: str) -> Upload:
         """Begin an object of any size."""
         return S3Upload(self, key)
@@ -101,7 +94,7 @@ class S3Objects(Objects):
 
 
 class S3Upload(Upload):
-    """An upload whose blocks are sent while the next one is filled: four blocks in memory at most."""
+    """An upload whose blocks are sent while the next one is filled: three blocks in memory at most."""
 
     def __init__(self, store: S3Objects, key: str) -> None:
         super().__init__(key, None)
@@ -109,17 +102,17 @@ class S3Upload(Upload):
         self._block = io.BytesIO()
         self._size = 0
         self._upload = ""
-        self._pool: ThreadPoolExecutor | None = None
-        self._sent: deque[Future[str]] = deque()
-        self._etags: list[str] = []
+        self._pool = ThreadPoolExecutor(_IN_FLIGHT, "megapar-upload")
+        self._parts: list[Future[str]] = []
 
     def write(self, data: memoryview) -> None:
         """Append all of these bytes."""
         view = data.cast("B")
         while len(view):
-            if self._block.tell() >= part_bytes(self._num_parts):
-                self._flush()
-            part = view[: part_bytes(self._num_parts) - self._block.tell()]
+            if self._block.tell() >= part_bytes(len(self._parts)):
+                with self._guarded():
+                    self._flush()
+            part = view[: part_bytes(len(self._parts)) - self._block.tell()]
             self._block.write(part)
             self._size += len(part)
             view = view[len(part) :]
@@ -129,29 +122,19 @@ class S3Upload(Upload):
         if not self._upload:
             self._store.put(self.path, self._block.getvalue())
             return
-        self._flush()
-        self._guarded(lambda: self._collect(0))
-        assert self._pool is not None, "it has sent the first part"
+        with self._guarded():
+            self._flush()
+            self._complete([part.result() for part in self._parts])
         self._pool.shutdown()
-        self._guarded(self._complete)
-
-    @property
-    def _num_parts(self) -> int:
-        return len(self._etags) + len(self._sent)
 
     def _flush(self) -> None:
-        if self._pool is None:
+        if not self._upload:
             begun = tried(f"write of {self.path}", lambda: self._store.ask("create_multipart_upload", self.path))
-            self._upload, self._pool = begun["UploadId"], ThreadPoolExecutor(_IN_FLIGHT, "megapar-upload")
-        self._guarded(lambda: self._collect(_IN_FLIGHT - 1))
-        self._sent.append(self._pool.submit(self._send, self._num_parts + 1, self._block))
+            self._upload = begun["UploadId"]
+        if len(self._parts) >= _IN_FLIGHT:
+            self._parts[-_IN_FLIGHT].result()
+        self._parts.append(self._pool.submit(self._send, len(self._parts) + 1, self._block))
         self._block = io.BytesIO()
-
-    def _collect(self, left: int) -> None:
-        while len(self._sent) > left:
-            etag = self._sent[0].result()
-            self._sent.popleft()
-            self._etags.append(etag)
 
     def _send(self, number: int, block: io.BytesIO) -> str:
         def send() -> str:
@@ -161,8 +144,8 @@ class S3Upload(Upload):
 
         return tried(f"write of {self.path}", send)
 
-    def _complete(self) -> None:
-        parts = [{"PartNumber": number, "ETag": etag} for number, etag in enumerate(self._etags, start=1)]
+    def _complete(self, etags: Sequence[str]) -> None:
+        parts = [{"PartNumber": number, "ETag": etag} for number, etag in enumerate(etags, start=1)]
         joined: dict[str, Any] = {"UploadId": self._upload, "MultipartUpload": {"Parts": parts}}
         try:
             tried(f"write of {self.path}", lambda: self._store.ask("complete_multipart_upload", self.path, **joined))
@@ -170,15 +153,16 @@ class S3Upload(Upload):
             if self._store.head(self.path).size != self._size:
                 raise
 
-    def _guarded(self, step: Any) -> None:
-        """Call ``step``; if it fails, leave no upload behind."""
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Leave no upload behind if something fails."""
         try:
-            step()
+            yield
         except BaseException:
-            if self._pool is not None:
-                self._pool.shutdown(cancel_futures=True)
+            self._pool.shutdown(cancel_futures=True)
             with suppress(OSError):
-                self._store.abort(self.path, self._upload)
+                if self._upload:
+                    self._store.abort(self.path, self._upload)
             raise
 
 
