@@ -17,7 +17,7 @@ from megapar.data.tokens.indexed import without_suffix
 from megapar.data.tokens.prepared import SUFFIX
 from megapar.errors import DataError
 from megapar.files.data_files import INDEXED, split_name
-from megapar.files.data_object import BEGAN, DataObject, find, found_at, objects_in
+from megapar.files.data_object import BEGAN, DataObject, at_once, find, found_at, objects_in
 from megapar.files.location import Location, at, copy
 from megapar.files.tokenizer_files import FACTS, TOKENIZER_FILES
 from megapar.files.uri import is_stored
@@ -32,7 +32,10 @@ def fetched(paths: Sequence[str]) -> tuple[str, ...]:
 
     Raises DataError.
     """
-    return tuple(_fetched_item(item) for item in paths)
+    try:
+        return at_once(_fetched_item, paths)
+    except OSError as error:
+        raise DataError(f"--data-path cannot be read: {error}") from error
 
 
 def _fetched_item(item: str) -> str:
@@ -40,8 +43,9 @@ def _fetched_item(item: str) -> str:
     if not is_stored(path):
         return item
     place = at(without_suffix(path))
-    copied = _copied(place, partial(_of_prefix, place)) if path.endswith(INDEXED) or not find(place) else None
-    if copied is not None:
+    if not path.endswith(INDEXED) and (found := find(place)):
+        BEGAN[path] = found
+    elif (copied := _copied(place, partial(_of_prefix, place))) is not None:
         path = str(copied / place.name)
     else:
         BEGAN[path] = found_at(path)

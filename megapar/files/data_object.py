@@ -7,11 +7,12 @@ S3, and by a look at its head when a reader has ended, because other stores have
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from megapar.errors import DataError
 from megapar.files.bucket import BucketFile, BucketStore
@@ -66,6 +67,10 @@ DataFile: TypeAlias = Path | DataObject
 
 Found: TypeAlias = DataObject | tuple[DataObject, ...]
 
+_AT_ONCE = 32  # connections of the client of S3
+T = TypeVar("T")
+U = TypeVar("U")
+
 BEGAN: dict[str, Found] = {}
 """What a run of this process has found at URIs when it began."""
 
@@ -97,6 +102,12 @@ def objects_in(folder: Location) -> tuple[DataObject, ...]:
     lies = Location(folder.store, _store(folder).folder(folder.path))
     found = _store(folder).objects.list(str(lies.path))
     return tuple(DataObject(lies / name, head) for name, head in sorted(found.items()) if head is not None)
+
+
+def at_once(ask: Callable[[T], U], items: Iterable[T]) -> tuple[U, ...]:
+    """Return what ``ask`` returns for each item, in order; a store is asked about several at the same time."""
+    with ThreadPoolExecutor(_AT_ONCE, "megapar-ask") as pool:
+        return tuple(pool.map(ask, items))
 
 
 def found_at(uri: str) -> Found:

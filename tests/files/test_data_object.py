@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -83,11 +84,11 @@ def test_the_tokens_of_a_store_are_those_of_a_disk_and_only_they_are_kept(
         put(bucket / "files" / name, path.read_bytes())
         (item,) = fetched([f"{bucket}/files/{name}"])
         assert list(all_documents(open_sources([item]))) == list(all_documents(open_sources([str(path)])))
-    assert not cache.exists()
+    assert {path.name for path in cache.iterdir()} == {"footers"}
     put(bucket / "files" / "README.md", b"about")
     items = fetched([f"{bucket}/files"])
     there = _tokens(open_sources(items))
-    assert {path.name for path in cache.iterdir()} == {"tokens"}
+    assert {path.name for path in cache.iterdir()} == {"footers", "tokens"}
     assert there == _tokens(open_sources([str(tmp_path / "files")]))
 
 
@@ -109,11 +110,52 @@ def test_bytes_are_asked_for_once(
         asked.clear()
         for chunk in read:
             list(chunk.documents(BadRecords()))
-        if name == "f.parquet":  # one column, and the footer for each chunk
-            assert sum(asked) < path.stat().st_size + len(read) * (1 << 16)
+        if name == "f.parquet":  # one column of the two
+            assert sum(asked) < path.stat().st_size
         else:
             assert path.stat().st_size <= sum(asked) <= path.stat().st_size + 3000 * len(read)
         asked.clear()
+
+
+def test_the_footer_of_a_parquet_object_is_asked_for_once(bucket: Location, tmp_path: Path, asked: list[int]) -> None:
+    path = _files(tmp_path / "files")["f.parquet"]
+    put(bucket / "f.parquet", path.read_bytes())
+    (source,) = open_sources([f"{bucket}/f.parquet"])
+    asked.clear()
+    for _ in range(3):  # processes of a node, in each of which
+        chunks._footer.cache_clear()
+        read = source.chunks()
+        assert len(read) == 4
+        for chunk in read:
+            list(chunk.documents(BadRecords()))
+    assert len(asked) == 1 + 3 * 4  # the footer, and the column of each row group
+
+
+def test_many_objects_are_asked_about_side_by_side(bucket: Location, monkeypatch: pytest.MonkeyPatch) -> None:
+    count = 60
+    for number in range(count):
+        bucket_files.objects_of("s3").put(f"{bucket.path}/{number}.jsonl", RECORDS[: 2000 + number])
+    requests: list[str] = []
+    now, most = [0], [0]
+    real = S3Objects.ask
+
+    def ask(self: S3Objects, method: str, key: str, content: int = 0, **arguments: Any) -> Any:
+        requests.append(method)
+        now[0] += 1
+        most[0] = max(most[0], now[0])
+        time.sleep(0.02)
+        now[0] -= 1
+        return real(self, method, key, content, **arguments)
+
+    monkeypatch.setattr(S3Objects, "ask", ask)
+    sources = open_sources(fetched([str(bucket)]))
+    assert len(sources) == count
+    assert requests.count("head_object") <= 8  # of the folder itself, and of what could be tokens
+    assert requests.count("get_object") == count + 1  # the beginning of each, and a manifest that is not there
+    assert most[0] > 8
+    requests.clear()
+    assert len(fetched([source.name for source in sources])) == count
+    assert requests == ["head_object"] * count
 
 
 def test_workers_open_the_store_themselves(bucket: Location, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +180,7 @@ def test_workers_open_the_store_themselves(bucket: Location, tmp_path: Path, mon
 def test_an_object_that_is_replaced_while_it_is_read_is_refused(
     store: str, name: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(objects, "PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(objects, "PAUSE_SECONDS", 0.0)
     place = request.getfixturevalue("bucket") if store == "s3" else in_objects()
     content = _files(tmp_path / "files")[name].read_bytes()
     put(place / name, content)

@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import IO, Any
 
+from megapar.data.cache import hash_parts, make_once
 from megapar.data.text.hf_dataset import open_dataset
 from megapar.errors import DataError
 from megapar.files.data_files import (
@@ -332,6 +333,19 @@ def _stripped(line: bytes | None) -> tuple[str | None, DataError | None]:
         return None, error
 
 
+@lru_cache(256)
+def _footer(path: DataObject) -> Any:
+    """Return the footer of a parquet object, which each of its chunks needs: this node's cache keeps it."""
+    import pyarrow.parquet as parquet
+
+    def read(entry: Path) -> None:
+        with path.opened() as source:
+            parquet.read_metadata(source.raw).write_metadata_file(entry)
+
+    name = hash_parts(str(path), str(path.head.size), path.head.etag)
+    return parquet.read_metadata(make_once(f"footers/{name}", read))
+
+
 @contextmanager
 def _parquet_file(path: DataFile, field: str) -> Iterator[Any]:
     """Open a parquet file. Raises DataError, also in place of an error while it is read."""
@@ -341,7 +355,9 @@ def _parquet_file(path: DataFile, field: str) -> Iterator[Any]:
         raise DataError(f"{path}: parquet files need the package pyarrow (pip install pyarrow)") from error
     with nullcontext(path) if isinstance(path, Path) else path.opened() as source:
         try:
-            with parquet.ParquetFile(source if isinstance(source, Path) else source.raw) as file:
+            known = isinstance(path, DataObject) and path.head.etag
+            footer = _footer(path) if known else None
+            with parquet.ParquetFile(source if isinstance(source, Path) else source.raw, metadata=footer) as file:
                 if field not in (ROW, *file.schema_arrow.names):
                     columns = ", ".join(map(repr, file.schema_arrow.names))
                     raise DataError(f"{path}: no field {field!r}; the columns are {columns}")

@@ -6,8 +6,9 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Protocol
 
@@ -32,7 +33,7 @@ from megapar.files.data_files import (
     refusal_of,
     text_of_line,
 )
-from megapar.files.data_object import BEGAN, DataFile, DataObject, found_at, name_of, size_of
+from megapar.files.data_object import BEGAN, DataFile, DataObject, at_once, found_at, name_of, size_of
 from megapar.files.paths import near_path
 from megapar.files.uri import is_stored
 
@@ -43,7 +44,7 @@ TEXT_FILE, JSONL_FILE, PARQUET_FILE = "TextFile", "JsonlFile", "ParquetFile"
 _UNPACKED = 4  # estimated ratio of text to the size of a compressed file
 _Notes = dict[str, list[str]]
 _LONGEST_FIRST_LINE = 1 << 20  # bytes; a longer first line is not checked in advance
-_inspected = lru_cache(4096)(inspect)  # of objects, which a run opens several times and which do not change
+_inspected = lru_cache(1 << 16)(inspect)  # of objects, which a run opens several times and which do not change
 
 
 class TextSource(Protocol):
@@ -189,10 +190,13 @@ def open_sources(
     """
     sources: list[TextSource] = []
     notes: _Notes = {}
-    for path in paths:
-        if path == BUILTIN:
+    every = [None if path == BUILTIN else _named(path) for path in paths]
+    files = (file for named in every for file in (named.taken if isinstance(named, Listing) else (named,)))
+    at_once(partial(_look, field), (file for file in files if isinstance(file, DataObject)))
+    for path, named in zip(paths, every, strict=True):
+        if named is None:
             sources.append(BuiltinSource())
-        elif isinstance(named := _named(path), Listing):
+        elif isinstance(named, Listing):
             sources += _of_folder(path, named, field, report, may_read, notes)
         else:
             sources.append(_file_source(named, field, notes))
@@ -201,6 +205,12 @@ def open_sources(
     for text, names in notes.items():
         report(f"{listed(names, MOST_LISTED)}: {text}")
     return tuple(sources)
+
+
+def _look(field: str, file: DataObject) -> None:
+    """Have the inspection of an object ready, unless it fails, which its source reports."""
+    with suppress(DataError, OSError):
+        _inspected(file, field)
 
 
 def _named(path: str) -> DataFile | Listing:
@@ -297,11 +307,14 @@ def check_first_records(sources: Iterable[TextSource]) -> None:
 
     Workers that read in parallel would otherwise report any of their lines.
     """
-    for source in sources:
-        if isinstance(source, FileSource) and source.read_as == JSONL_FILE:
-            number, line = first_line(source.path, _LONGEST_FIRST_LINE)
-            if 0 < len(line) < _LONGEST_FIRST_LINE:
-                text_of_line(line, f"{source.path}, line {number}", source.field)
+    at_once(_check_first_record, sources)
+
+
+def _check_first_record(source: TextSource) -> None:
+    if isinstance(source, FileSource) and source.read_as == JSONL_FILE:
+        number, line = first_line(source.path, _LONGEST_FIRST_LINE)
+        if 0 < len(line) < _LONGEST_FIRST_LINE:
+            text_of_line(line, f"{source.path}, line {number}", source.field)
 
 
 def sources_hash(sources: Sequence[TextSource]) -> str:

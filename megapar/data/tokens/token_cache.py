@@ -21,6 +21,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,6 +37,7 @@ from megapar.data.tokens.indexed import IndexedDataset
 from megapar.data.tokens.parts import Done
 from megapar.errors import DataError
 from megapar.files.data_files import LONGEST_LINE
+from megapar.files.data_object import at_once
 from megapar.health.stop.parent import die_with_parent
 from megapar.health.stop.process import cores
 
@@ -90,7 +92,7 @@ class TokenCache:
         folder.mkdir()
         if not self.skip_bad and self.chat is None:
             check_first_records(sources)
-        chunks = tuple(chunk for source in sources for chunk in source.chunks())
+        chunks = tuple(chain.from_iterable(at_once(lambda source: source.chunks(), sources)))
         parts = cache_folder() / "tokens" / f".{folder.name}.parts"
         names = ", ".join(source.name for source in sources)
         job = EncodeJob(str(folder / "corpus"), str(parts), chunks, encoding, str(self.path), names)
