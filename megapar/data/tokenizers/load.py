@@ -9,7 +9,8 @@ from pathlib import Path
 
 from megapar.data.tokenizers.tokenizer import MockTokenizer, NoTokenizer, Tokenizer
 from megapar.errors import CheckpointError, DataError
-from megapar.files.location import Place, at, read_locally, written_locally
+from megapar.files.bucket import BucketStore
+from megapar.files.location import Location, Place, at, copy, read_locally, written_locally
 from megapar.files.tokenizer_files import FACTS, FOLDER, foreign_tokenizer, stored_fingerprint
 
 
@@ -55,7 +56,7 @@ def store_tokenizer(tokenizer: Tokenizer, root: Place) -> tuple[str, ...]:
         previous = stored_fingerprint(folder)
         if previous == fingerprint:
             return ()
-        aside = folder.with_name(f"{FOLDER}.tmp-{uuid.uuid4().hex[:12]}")
+        aside = _aside(folder)
         with written_locally(aside) as place:
             _write(tokenizer, place)
             facts = {"fingerprint": fingerprint, "size": tokenizer.size}
@@ -63,7 +64,7 @@ def store_tokenizer(tokenizer: Tokenizer, root: Place) -> tuple[str, ...]:
         moved = None
         if folder.name in folder.parent.list():
             known = previous[:8] if previous and re.fullmatch("[0-9a-f]{8,}", previous) else "unknown"
-            moved = folder.publish_beside(f"{FOLDER}-{known}")
+            moved = _moved(folder, f"{FOLDER}-{known}")
         aside.publish(folder)
     except OSError as error:
         raise CheckpointError(f"the tokenizer cannot be kept in {folder}: {error}") from error
@@ -74,6 +75,24 @@ def store_tokenizer(tokenizer: Tokenizer, root: Place) -> tuple[str, ...]:
         f"It is now {moved.name}; to continue with it: --tokenizer-model {moved}"
     )
     return (note,)
+
+
+def _aside(folder: Location) -> Location:
+    return folder.with_name(f"{FOLDER}.tmp-{uuid.uuid4().hex[:12]}")
+
+
+def _moved(folder: Location, stem: str) -> Location:
+    """Give the folder another name. In an object store, copy files that lie under its own: nothing is renamed there."""
+    store = folder.store
+    if not isinstance(store, BucketStore) or store.folder(folder.path) != folder.path:
+        return folder.publish_beside(stem)
+    aside, names = _aside(folder), [name for name, size in folder.list().items() if size is not None]
+    for name in names:
+        copy(folder / name, aside / name)
+    moved = aside.publish_beside(stem)
+    for name in names:
+        (folder / name).remove()
+    return moved
 
 
 def _write(tokenizer: Tokenizer, folder: Path) -> None:
