@@ -6,6 +6,7 @@ Every job saves through a proxy (``tests.support.bucket_proxy``) to moto's serve
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import sys
@@ -18,10 +19,12 @@ from megapar.checkpoints.format.names import epochs_of
 from megapar.checkpoints.save_load import folder as folders
 from megapar.files.bucket import MANIFEST, objects_of
 from megapar.files.location import Location
-from tests.faults.job import Ended, _environ, ended_as, flags_of
+from tests.faults.cases_checkpoints import data
+from tests.faults.job import Ended, Fault, _environ, ended_as, flags_of, run_job
 from tests.faults.outcome import NONE, SHARDING, Outcome, compared, told, uninterrupted, verdict
 from tests.support.bucket_proxy import KINDS, Asked, Harm, Proxy, proxied
 from tests.support.buckets import KEYS, asked_at, environ_of, moto, new_bucket, rclone
+from tests.support.stores import copied
 
 _ALONE = threading.Lock()  # a case is found by variables of this process
 SECRET = KEYS["AWS_SECRET_ACCESS_KEY"]
@@ -41,13 +44,15 @@ def store(folder: Path, conditions: bool = True) -> Iterator[tuple[Proxy, Locati
         yield proxy, new_bucket(), {**environ_of(endpoint), "MEGAPAR_TEST_IMPATIENT": "1"}
 
 
-def run_stored(folder: Path, save: Location, environ: dict[str, str], *flags: str, restarts: int = 1) -> Ended:
+def run_stored(
+    folder: Path, save: Location, environ: dict[str, str], *flags: str, restarts: int = 1, fault: Fault = NONE
+) -> Ended:
     """Run a job of two ranks that saves into a store."""
     line = [sys.executable, "-m", "megapar.tools.main", "launch", "--nproc-per-node", "2", "--warm-start"]
     line += ["--stop-timeout", "2", "--max-restarts", str(restarts), "tests/faults/faulty.py"]
     folder.mkdir(parents=True, exist_ok=True)
     line += flags_of(folder, *SHARDING, "--save", str(save), "--load", str(save), *flags)
-    ended = ended_as(folder, line, {**_environ(folder, NONE), **environ})
+    ended = ended_as(folder, line, {**_environ(folder, fault), **environ})
     written = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     for name in objects_of("s3").walk(str(save.path)):
         with contextlib.suppress(FileNotFoundError):  # of another job, which still runs
@@ -77,9 +82,9 @@ def folder_of(manifest: Location) -> str:
         return ""
 
 
-def judged(ended: Ended, save: Location, *said: str) -> Outcome:
+def judged(ended: Ended, save: Location, *said: str, want: dict[int, float] | None = None) -> Outcome:
     """Return the outcome of a job that was to go on to its end, to leave its last checkpoint and no orphan."""
-    outcome = told(compared(ended, uninterrupted(2, *SHARDING)), ended, *said)
+    outcome = told(compared(ended, want or uninterrupted(2, *SHARDING)), ended, *said)
     latest, left = folders.latest(save), orphans(save)
     if left or latest is None or folders.iteration_of(latest) != max(ended.losses, default=0):
         outcome.survived, outcome.note = 0, f"left: {left}, latest: {latest}: {ended.output[-2000:]}"
@@ -162,6 +167,48 @@ def unconditional_elastic(folder: Path) -> Outcome:
         return verdict(ended.status != 0 and "which an elastic job cannot keep" in ended.output, ended)
 
 
+def written_data(folder: Path) -> tuple[str, ...]:
+    """Write text, JSONL in parts, parquet and prepared tokens, and return their names below ``folder``."""
+    import pyarrow as arrow
+    import pyarrow.parquet as parquet
+
+    (folder / "parts").mkdir(parents=True)
+    texts = [f"one two three {number} four five six seven {number % 9}" for number in range(600)]
+    records = ["".join(json.dumps({"text": text}) + "\n" for text in texts[first::3]) for first in range(3)]
+    for number, part in enumerate(records):
+        (folder / "parts" / f"part-{number}.jsonl").write_text(part)
+    (folder / "a.txt").write_text("\n\n".join(texts[::-1]))
+    parquet.write_table(arrow.table({"text": texts[:500]}), folder / "c.parquet", row_group_size=128)
+    text, model, prefix = (str(folder / name) for name in ("a.txt", "t.model", "tokens"))
+    data("train-tokenizer", "--input", text, "--vocab-size", "101", "--output", model)
+    data("prepare", "--input", text, "--tokenizer-model", model, "--output", prefix)
+    return ("a.txt", "parts", "c.parquet", "tokens")
+
+
+def data_beside(folder: Path) -> Outcome:
+    """Data of every kind lies in the store that is saved to, and a rank is killed: the losses of the run on a disk."""
+    names = written_data(folder / "data")
+    flags = ("--tokenizer-model", str(folder / "data" / "t.model"), "--data-path")
+    local = run_job(folder / "disk", 2, NONE, *SHARDING, *flags, *(f"{folder}/data/{name}" for name in names))
+    with store(folder / "stored") as (proxy, save, environ):
+        copied(folder / "data", save.with_name("data"))
+        environ["XDG_CACHE_HOME"] = str(folder / "cache")
+        stored = [f"{save.parent}/data/{name}" for name in names]
+        fault = Fault("kill in step", rank=1, iteration=5)
+        ended = run_stored(folder / "job", save, environ, *flags, *stored, fault=fault)
+        outcome = judged(ended, save, want=local.losses)
+        read = {asked.key.partition("/data/")[2] for asked in proxy.passed.asked if asked.verb == "get"}
+        every = {
+            "a.txt",
+            "c.parquet",
+            "tokens.bin",
+            "tokens.idx",
+            *(f"parts/part-{number}.jsonl" for number in range(3)),
+        }
+        outcome.survived *= local.status == 0 and len(ended.strikes) == 1 and every <= read
+        return outcome
+
+
 def clock_far_off(folder: Path) -> Outcome:
     """The clock of the second start is a day behind that of the first: a lease compares none."""
     with store(folder) as (_, save, environ):
@@ -232,4 +279,5 @@ def cases() -> Iterator[tuple[str, Callable[[Path], Outcome]]]:
     yield "store: two writers at once", two_writers
     yield "store: lease lost in a save", lease_lost
     yield "store: clock far off", clock_far_off
+    yield "store: kill in a step, with data in the store", data_beside
     yield "store: no answer", unreachable
