@@ -35,7 +35,7 @@ def fetched(paths: Sequence[str]) -> tuple[str, ...]:
     try:
         return at_once(_fetched_item, paths)
     except OSError as error:
-        raise DataError(f"--data-path cannot be read: {error}") from error
+        raise DataError(f"data in an object store cannot be read: {error}") from error
 
 
 def _fetched_item(item: str) -> str:

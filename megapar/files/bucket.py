@@ -26,7 +26,7 @@ from pathlib import PurePath, PurePosixPath
 from typing import Any
 
 from megapar.files.disk import BEAT
-from megapar.files.objects import NOT_IMPLEMENTED, ChangedError, Objects, Upload, status_of
+from megapar.files.objects import NOT_IMPLEMENTED, ChangedError, ObjectHead, Objects, Upload, status_of
 from megapar.files.regular_file import json_object
 from megapar.files.uri import PACKAGES
 
@@ -76,6 +76,12 @@ class BucketStore:
                 return BucketFile(self.objects, key, self.objects.head(key).size)
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.uri(path))
 
+    def head(self, path: PurePath) -> ObjectHead | None:
+        """Return size and ETag of the object of this name, or None."""
+        with suppress(FileNotFoundError):
+            return self.objects.head(str(path))
+        return None
+
     def _places(self, path: PurePath) -> Iterator[str]:
         yield str(path)
         if (folder := self.folder(path.parent)) != path.parent:
@@ -83,8 +89,7 @@ class BucketStore:
 
     def write(self, path: PurePath) -> Upload:
         """Begin a new file, which appears when it is finished."""
-        with suppress(FileNotFoundError):
-            self.objects.head(str(path))
+        if self.head(path):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), self.uri(path))
         return self.objects.upload(str(path))
 
@@ -98,29 +103,24 @@ class BucketStore:
         hidden = {PUBLISHED, *published}
         for name, etag in published.items():
             with suppress(OSError):  # a damaged one: a reader of the folder reports it
-                hidden.add(self._known(folder / name, etag)["folder"])
+                read = _manifest_of if etag else _manifest_of.__wrapped__
+                hidden.add(read(self.scheme, str(folder / name), etag)["folder"])
         names = {name: None if head is None else head.size for name, head in found.items() if name not in hidden}
         return {**names, **{name.removesuffix(MANIFEST): None for name in published}}
-
-    def _known(self, path: PurePath, etag: str) -> dict[str, Any]:
-        """Return a manifest of which a listing has the ETag."""
-        if etag:
-            return _manifest_of(self.scheme, str(path), etag)
-        return _parsed(self.objects.get(str(path)), str(path))
 
     def publish(self, made: PurePath, path: PurePath, *, replace: bool = False) -> None:
         """Write the manifest of a folder under its final name, or move a file there. Neither is seen in part."""
         if made.parent != path.parent:
             raise OSError(errno.EXDEV, "the two names are in different folders", self.uri(path))
         manifest, replaced = self._manifest(made), self._manifest(path)
-        if manifest is None and self._size(made) is not None:
+        if manifest is None and self.head(made):
             self._publish_file(made, path, replace=replace)
             return
         manifest = manifest or {"folder": made.name, "files": self.objects.walk(str(made))}
         if not manifest["files"]:
             raise FileNotFoundError(errno.ENOENT, "nothing to publish", self.uri(made))
         below = self.objects.walk(str(path))
-        if self._size(path) is not None or ((below or replaced) and not replace):
+        if self.head(path) or ((below or replaced) and not replace):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), self.uri(path))
         names = json.dumps({"names": [path.name, made.name]}).encode()
         self.objects.put(str(path.with_name(manifest["folder"]) / PUBLISHED), names)
@@ -134,7 +134,7 @@ class BucketStore:
 
     def _publish_file(self, made: PurePath, path: PurePath, *, replace: bool) -> None:
         taken = self._manifest(path) is not None or self.objects.list(str(path))
-        if taken or (not replace and self._size(path) is not None):
+        if taken or (not replace and self.head(path)):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), self.uri(path))
         self.objects.put(str(path), self.objects.get(str(made)), new=not replace)  # such files are small
         self.objects.delete([str(made)])
@@ -167,8 +167,7 @@ class BucketStore:
 
     def _delete_folder(self, folder: PurePath, known: Iterable[str] = ()) -> None:
         """Remove what lies below a folder, and what is known to: the record of its names last."""
-        for name, upload in self.objects.unfinished(str(folder)):
-            self.objects.abort(str(folder / name), upload)
+        self.end_uploads(folder, lambda name: True)
         names = {*self.objects.walk(str(folder)), *known}
         self.objects.delete(str(folder / name) for name in sorted(names, key=lambda name: name == PUBLISHED))
 
@@ -180,7 +179,7 @@ class BucketStore:
 
     def lock(self, path: PurePath, record: Callable[[bool], bytes]) -> BucketLock | None:
         """Create a record, on the condition that there is none. A store that does not look is asked before."""
-        if self._size(path) is not None:
+        if self.head(path):
             return None
         try:
             self.objects.put(str(path), record(False), new=True)
@@ -217,11 +216,6 @@ class BucketStore:
     def local_path(self, path: PurePath) -> None:
         """Return None: this is not a disk."""
 
-    def _size(self, path: PurePath) -> int | None:
-        with suppress(FileNotFoundError):
-            return self.objects.head(str(path)).size
-        return None
-
     def _manifest(self, path: PurePath) -> dict[str, Any] | None:
         if len(path.parts) < 2:
             return None  # a bucket
@@ -234,6 +228,7 @@ class BucketStore:
 
 @lru_cache(4096)
 def _manifest_of(scheme: str, key: str, etag: str) -> dict[str, Any]:
+    """Return a manifest of which a listing has the ETag."""
     return _parsed(objects_of(scheme).get(key), key)
 
 
@@ -292,10 +287,9 @@ class BucketFile(io.RawIOBase):
 
     def blocks(self) -> Iterator[bytes]:
         """Yield the whole content, of which the next ranges are fetched while one is used."""
-        starts = iter(range(0, self._size, _READ_BYTES))
         with ThreadPoolExecutor(_READ_AHEAD, "megapar-read") as pool:
             ahead: deque[Future[bytes]] = deque()
-            for start in starts:
+            for start in range(0, self._size, _READ_BYTES):
                 ahead.append(pool.submit(self._objects.get, self._key, start, min(start + _READ_BYTES, self._size)))
                 if len(ahead) > _READ_AHEAD:
                     yield ahead.popleft().result()

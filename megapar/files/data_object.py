@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path, PurePath
 from typing import TypeAlias, TypeVar
 
@@ -92,9 +93,8 @@ def _store(place: Location) -> BucketStore:
 
 def find(place: Location) -> DataObject | None:
     """Return the object of this name, or None. Raises OSError."""
-    with suppress(FileNotFoundError):
-        return DataObject(place, _store(place).objects.head(str(place.path)))
-    return None
+    head = _store(place).head(place.path)
+    return DataObject(place, head) if head else None
 
 
 def objects_in(folder: Location) -> tuple[DataObject, ...]:
@@ -106,8 +106,10 @@ def objects_in(folder: Location) -> tuple[DataObject, ...]:
 
 def at_once(ask: Callable[[T], U], items: Iterable[T]) -> tuple[U, ...]:
     """Return what ``ask`` returns for each item, in order; a store is asked about several at the same time."""
+    rest = iter(items)
+    first = [ask(item) for item in islice(rest, 1)]  # alone: it connects the client
     with ThreadPoolExecutor(_AT_ONCE, "megapar-ask") as pool:
-        return tuple(pool.map(ask, items))
+        return (*first, *pool.map(ask, rest))
 
 
 def found_at(uri: str) -> Found:

@@ -1,11 +1,7 @@
 """Stores: where checkpoints and exports lie. A disk is one, a bucket another (``files.bucket``).
 
-    read      a file, from any position              publish   what is complete, under its final name
-    write     a new file, block by block             remove    a file, or a folder with everything in it
-    list      the names in a folder, with sizes      lock      a record that one process holds and renews
-
-Checkpoints use nothing else of a store, so nothing in them follows from times of files, links or a working directory.
-A store without folders has those that the names of its files imply.
+Checkpoints use nothing of a store but the verbs of a location, so nothing in them follows from times of files, links or
+a working directory. A store without folders has those that the names of its files imply.
 """
 
 from __future__ import annotations

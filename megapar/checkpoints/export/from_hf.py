@@ -171,21 +171,18 @@ def written_aside(out: Location, write: Callable[[Location], Converted]) -> Conv
     """
     if out.is_file() or out.list():
         raise CheckpointError(f"{out} already exists; choose a new folder")
-    if out.local_path() is None:
-        try:
-            return write(out)
-        except BaseException:
-            out.remove()
-            raise
-    out = out.resolve()  # "." has no name
-    aside = out.with_name(f".{out.name}.unfinished-{os.getpid()}")
-    aside.remove()
+    out = aside = out.resolve()  # "." has no name
+    if out.local_path() is not None:
+        aside = out.with_name(f".{out.name}.unfinished-{os.getpid()}")
+        aside.remove()
     try:
         done = write(aside)
-        aside.publish(out)
+        if aside != out:
+            aside.publish(out)
         return done
-    finally:
+    except BaseException:
         aside.remove()
+        raise
 
 
 def files_beside(folder: Location, left_out: Callable[[str], bool]) -> list[Location]:

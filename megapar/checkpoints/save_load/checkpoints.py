@@ -31,7 +31,7 @@ from megapar.core.comm import json_messages as messages
 from megapar.core.units import Json
 from megapar.errors import CheckpointError, CheckpointMismatchError, Complaint, FolderLostError, UnverifiedError
 from megapar.files.bucket import BucketStore
-from megapar.files.location import Location, at, same_place
+from megapar.files.location import Location, at, replace, same_place
 from megapar.launch_environment import ELASTIC, job_id, launch_id, starts_before
 from megapar.training.step.job import Job
 
@@ -42,9 +42,7 @@ def _unwritable(root: Location) -> str:
     """Return the reason why a folder is not writable, or "". Checked before hours of training."""
     probe = root / f".probe-{uuid.uuid4().hex[:12]}"
     try:
-        file = probe.write()
-        file.write(memoryview(PROBED))
-        file.finish(durable=False)
+        replace(probe, PROBED)
         if probe.content() != PROBED:
             return f"--save {root} does not return what is written there"
         root.list()
