@@ -103,8 +103,7 @@ class BucketStore:
         hidden = {PUBLISHED, *published}
         for name, etag in published.items():
             with suppress(OSError):  # a damaged one: a reader of the folder reports it
-                read = _manifest_of if etag else _manifest_of.__wrapped__
-                hidden.add(read(self.scheme, str(folder / name), etag)["folder"])
+                hidden.add(_manifest_of(self.scheme, str(folder / name), etag)["folder"])
         names = {name: None if head is None else head.size for name, head in found.items() if name not in hidden}
         return {**names, **{name.removesuffix(MANIFEST): None for name in published}}
 

@@ -12,6 +12,7 @@ import random
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from datetime import datetime
 from functools import partial
 from itertools import count
 from typing import Any, NamedTuple, TypeVar
@@ -38,7 +39,7 @@ class ChangedError(OSError):
 
 
 class ObjectHead(NamedTuple):
-    """Size in bytes and ETag of an object."""
+    """Size in bytes and ETag of an object, or what tells its versions apart in a store without ETags."""
 
     size: int
     etag: str
@@ -161,7 +162,9 @@ class Upload:
 
 
 def _head_of(entry: Any) -> ObjectHead:
-    return ObjectHead(int(entry["size"]), str(entry.get("ETag") or entry.get("etag") or ""))
+    made = entry.get("created", "")  # in memory, where nothing else tells versions apart
+    made = made.timestamp() if isinstance(made, datetime) else made
+    return ObjectHead(int(entry["size"]), str(entry.get("ETag") or entry.get("etag") or made))
 
 
 def tried(what: str, call: Callable[[], T], attempts: int | None = None) -> T:

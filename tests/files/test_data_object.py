@@ -212,7 +212,7 @@ def test_a_run_reads_what_it_began_with(bucket: Location) -> None:
     assert sources_hash(open_sources([f"{bucket}/b.jsonl"])) == fingerprints_of([uri])[0].value  # names do not count
 
 
-def test_without_etags_the_content_is_hashed() -> None:
+def test_versions_are_told_apart_where_there_are_no_etags() -> None:
     place = in_objects()
     put(place / "a.jsonl", b'{"text": "one"}\n')
     first = sources_hash(open_sources([f"{place}/a.jsonl"]))

@@ -355,8 +355,7 @@ def _parquet_file(path: DataFile, field: str) -> Iterator[Any]:
         raise DataError(f"{path}: parquet files need the package pyarrow (pip install pyarrow)") from error
     with nullcontext(path) if isinstance(path, Path) else path.opened() as source:
         try:
-            known = isinstance(path, DataObject) and path.head.etag
-            footer = _footer(path) if known else None
+            footer = None if isinstance(path, Path) else _footer(path)
             with parquet.ParquetFile(source if isinstance(source, Path) else source.raw, metadata=footer) as file:
                 if field not in (ROW, *file.schema_arrow.names):
                     columns = ", ".join(map(repr, file.schema_arrow.names))

@@ -126,16 +126,13 @@ class FileSource:
     def content_hash(self, *, may_read: bool = True) -> str:
         """Return a hash of the uncompressed bytes and the reader; remembered by the file's path, size and mtime.
 
-        Of an object, it is of size and ETag in place of the bytes, unless the store has no ETags.
+        Of an object, it is of size and ETag in place of the bytes.
         """
         packed = is_compressed(self.path)
         unpacked = ("unpacked",) if packed else ()
         reader = (self.read_as, *(() if self.field == FIELD else (self.field,)))
         if isinstance(self.path, DataObject):
-            size, etag = self.path.head
-            if not (etag or may_read):
-                raise Unread(self.bytes)
-            return hash_parts(*reader, *((str(size), etag) if etag else (self._sha256(),)))
+            return hash_parts(*reader, str(self.path.head.size), self.path.head.etag)
         try:
             return hash_parts(*reader, cached_value(self.path, self._sha256, *unpacked, may_read=may_read))
         except Unread as unread:
