@@ -25,7 +25,7 @@ from megapar.data.tokens.prepared import hashes_path, index_hash
 from megapar.errors import DataError, listed
 from megapar.files.data_files import FIELD, bare_name
 from megapar.files.data_object import BEGAN
-from megapar.files.manifest import sha256_of
+from megapar.files.location import at
 from megapar.files.regular_file import read_regular_text
 from megapar.files.uri import is_stored
 
@@ -143,7 +143,7 @@ def fingerprint_of_file(name: str, path: Path, *, may_read: bool = True) -> Fing
     ``name`` is for messages. Raises DataError if the file cannot be read.
     """
     try:
-        value = cached_value(path, lambda: sha256_of(path), "bytes", may_read=may_read)
+        value = cached_value(path, lambda: at(path).sha256(), "bytes", may_read=may_read)
     except Unread as unread:
         return Fingerprint(name, None, None, "", unread.bytes)
     except OSError as error:

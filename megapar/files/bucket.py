@@ -209,12 +209,6 @@ class BucketStore:
             self.objects.delete([str(path)])
         return False
 
-    def free_bytes(self, path: PurePath) -> None:
-        """Return None: there is no limit."""
-
-    def local_path(self, path: PurePath) -> None:
-        """Return None: this is not a disk."""
-
     def _manifest(self, path: PurePath) -> dict[str, Any] | None:
         if len(path.parts) < 2:
             return None  # a bucket

@@ -54,18 +54,20 @@ class DiskStore:
         old, new = Path(made), Path(path)
         if not old.is_dir():
             (os.replace if replace else _link)(old, new)
-            sync_folder(new.parent)
+            sync(new.parent)
             return
         if os.path.lexists(new) and not (new.is_dir() and (replace or not any(new.iterdir()))):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(new))
         for folder, _, _ in os.walk(old, topdown=False):
-            sync_folder(Path(folder))
-        if replace:
-            rename(old, new)
-        else:
-            _rename_new(old, new)
+            sync(Path(folder))
         try:
-            sync_folder(new.parent)
+            (rename if replace else Path.rename)(old, new)
+        except OSError as error:
+            if error.errno != errno.ENOTEMPTY:
+                raise
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(new)) from error
+        try:
+            sync(new.parent)
         except OSError:
             rename(new, old)
             raise
@@ -108,14 +110,6 @@ class DiskStore:
         """Return the bytes that are free on the disk of a path, which need not exist."""
         absolute = Path(path).absolute()
         return shutil.disk_usage(next(folder for folder in (absolute, *absolute.parents) if folder.is_dir())).free
-
-    def local_path(self, path: PurePath) -> Path:
-        """Return the path itself."""
-        return Path(path)
-
-    def uri(self, path: PurePath) -> str:
-        """Return the path itself."""
-        return str(path)
 
 
 class DiskWriting:
@@ -179,16 +173,6 @@ def _flock(descriptor: int, kind: int) -> bool:
     return bool(taken)
 
 
-def _rename_new(made: Path, path: Path) -> None:
-    """Rename a folder. Raises FileExistsError if one with content has the name since it was looked for."""
-    try:
-        made.rename(path)
-    except OSError as error:
-        if error.errno == errno.ENOTEMPTY:
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from error
-        raise
-
-
 def _link(made: Path, path: Path) -> None:
     """Rename a complete file without replacing an existing one. Raises FileExistsError."""
     try:
@@ -209,7 +193,7 @@ def _size(entry: os.DirEntry[str]) -> int | None:
     return status.st_size if stat.S_ISREG(status.st_mode) else None
 
 
-def sync_file(path: Path) -> None:
+def sync(path: Path) -> None:
     """Flush the content of a file, or the names in a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -218,21 +202,16 @@ def sync_file(path: Path) -> None:
         os.close(descriptor)
 
 
-def sync_folder(folder: Path) -> None:
-    """Flush the names in a folder to disk."""
-    sync_file(folder)
-
-
 def sync_tree(path: Path) -> None:
     """Flush a file, or a folder with everything in it, to disk. Symbolic links are not followed."""
     if not path.is_dir():
-        sync_file(path)
+        sync(path)
         return
     for folder, _, files in os.walk(path, topdown=False):
         for name in files:
             if (file := Path(folder, name)).is_file() and not file.is_symlink():
-                sync_file(file)
-        sync_folder(Path(folder))
+                sync(file)
+        sync(Path(folder))
 
 
 def write_file(path: Path, content: bytes) -> None:
@@ -252,7 +231,7 @@ def put(made: Path, path: Path) -> None:
     """
     sync_tree(made)
     rename(made, path)
-    sync_folder(path.parent)
+    sync(path.parent)
     if os.path.lexists(made):
         remove(made)
 

@@ -43,7 +43,7 @@ class Location:
         return Location(self.store, self.path / name)
 
     def __str__(self) -> str:
-        return self.store.uri(self.path)
+        return str(self.path) if isinstance(self.store, DiskStore) else self.store.uri(self.path)
 
     @property
     def name(self) -> str:
@@ -105,11 +105,11 @@ class Location:
 
     def local_path(self) -> Path | None:
         """Return the path for libraries that read and write files themselves; None if the store is not a disk."""
-        return self.store.local_path(self.path)
+        return Path(self.path) if isinstance(self.store, DiskStore) else None
 
     def free_bytes(self) -> int | None:
         """Return the number of bytes that can still be written there, or None if there is no limit."""
-        return self.store.free_bytes(self.path)
+        return self.store.free_bytes(self.path) if isinstance(self.store, DiskStore) else None
 
     def exists(self) -> bool:
         """Return True if there is such a file or folder. In a store without folders, every folder exists."""

@@ -34,7 +34,7 @@ class Manifest:
     @classmethod
     def of(cls, name: str, path: Path) -> Manifest:
         """Make the manifest of the file or folder at this path."""
-        return cls(name, {part: (file.stat().st_size, sha256_of(file)) for part, file in _files(path)})
+        return cls(name, {part: (file.stat().st_size, at(file).sha256()) for part, file in _files(path)})
 
     @classmethod
     def read(cls, path: Path) -> Manifest | None:
@@ -71,7 +71,7 @@ class Manifest:
     def wrong_content(self, path: Path) -> str:
         """Describe the first difference as ``wrong_sizes`` does, after reading and hashing every byte."""
         for part, file in _files(path):
-            if part in self.files and sha256_of(file) != self.files[part][1]:
+            if part in self.files and at(file).sha256() != self.files[part][1]:
                 return f"is damaged: {part or path.name} does not have the SHA-256 that it was written with"
         return self.wrong_sizes(path)
 
@@ -95,8 +95,3 @@ def _number(value: Any) -> int:
     if type(value) is not int or value < 0:
         raise ValueError(f"{value!r:.100} is not a size")
     return value
-
-
-def sha256_of(path: Path) -> str:
-    """Return the SHA-256 of a file in hexadecimal."""
-    return at(path).sha256()

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -30,7 +29,7 @@ from megapar.core.device.base import Device
 from megapar.data.corpus import Corpus
 from megapar.data.fingerprint import Fingerprint, fingerprints_of
 from megapar.errors import Complaint, ConfigError, DistributedError
-from megapar.files.manifest import sha256_of
+from megapar.files.location import at
 from megapar.files.task_file import named_tasks
 from megapar.schema.flag import SCRIPTS, Flag
 from megapar.training.building.parts import experts_dispatch
@@ -263,7 +262,7 @@ def _data(config: Config) -> dict[str, str]:
     heldout = fingerprints_of(data.eval_data_path, data.text_field) if data.eval_data_path else ()
     facts |= _sources("--eval-data-path", heldout)
     for name, path in named_tasks(data.eval_tasks):
-        facts[f"the content of task {name}"] = sha256_of(Path(path))[:_SHOWN]
+        facts[f"the content of task {name}"] = at(path).sha256()[:_SHOWN]
     given = {file.name: file.value for file in read.knowledge or ()}
     for spelling in (FLAGS[name].spelling for name in KNOWLEDGE):
         facts[f"the content of {spelling}"] = (given.get(spelling) or "none")[:_SHOWN]

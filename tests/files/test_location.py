@@ -116,7 +116,7 @@ def test_a_record_is_created_once_and_held_until_it_is_released(store_root: Loca
 
 def test_only_a_disk_has_paths(store_root: Location) -> None:
     path = store_root.local_path()
-    assert (path is None) == (store_root.store.free_bytes(store_root.path) is None)
+    assert (path is None) == (store_root.free_bytes() is None)
     assert path is None or Path(str(store_root)) == path
     assert at(store_root) is store_root
     assert at("a/b") == at(Path("a")) / "b"
@@ -128,7 +128,7 @@ def test_a_disk_that_cannot_flush_a_name_gives_it_back(tmp_path: Path) -> None:
     put(root / "old" / "a", b"old")
     for name in ("old", "free"):
         with (
-            patch.object(disk, "sync_folder", side_effect=[None, OSError(5, "Input/output error")]),
+            patch.object(disk, "sync", side_effect=[None, OSError(5, "Input/output error")]),
             pytest.raises(OSError, match="Input/output error"),
         ):
             (root / "new").publish(root / name, replace=True)
@@ -194,7 +194,7 @@ def test_everything_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypatc
         done.append(f"rename {path.name}")
         os.rename(made, path)
 
-    monkeypatch.setattr(disk, "sync_file", sync)
+    monkeypatch.setattr(disk, "sync", sync)
     monkeypatch.setattr(disk.os, "replace", replace)
     made = folder_of(tmp_path / "made", a="1", b="2")
     folder_of(made / "within", c="3")

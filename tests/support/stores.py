@@ -84,12 +84,6 @@ class MemoryStore:
         """Return True if it has not been released."""
         return path in self.held
 
-    def free_bytes(self, path: PurePath) -> None:
-        """Return None: there is no limit."""
-
-    def local_path(self, path: PurePath) -> None:
-        """Return None: this is not a disk."""
-
     def uri(self, path: PurePath) -> str:
         """Return the name."""
         return str(path)
@@ -197,7 +191,7 @@ def any_store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     """Have every path that a run takes for a location be one on disk, in memory or in objects. Return which."""
     if request.param != "disk":
         store = MemoryStore() if request.param == "memory" else BucketStore("memory")
-        monkeypatch.setattr(location, "DiskStore", lambda: store)
+        monkeypatch.setattr(location, "DiskStore", type("NoDisk", (), {"__new__": lambda cls: store}))
     return str(request.param)
 
 

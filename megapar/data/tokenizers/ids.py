@@ -10,7 +10,7 @@ from typing import Any
 from megapar.data.cache import find_entry, hash_parts, make_once
 from megapar.data.tokenizers.load import tokenizer_source
 from megapar.data.tokenizers.tokenizer import MockTokenizer, NoTokenizer, Tokenizer
-from megapar.files.manifest import sha256_of
+from megapar.files.location import at
 from megapar.files.regular_file import read_json
 
 _VERSION = "2"  # version of the facts
@@ -60,7 +60,7 @@ def known_facts(path: str) -> Facts | None:
     try:
         source = tokenizer_source(Path(path))
         if source.is_file() and source.suffix != ".json":
-            return {"fingerprint": sha256_of(source)[:32], "ids": None, "size": None}
+            return {"fingerprint": at(source).sha256()[:32], "ids": None, "size": None}
         entry = find_entry(_entry(source))
         return None if entry is None else read_json(entry)
     except (OSError, ValueError):
@@ -92,4 +92,4 @@ def _content(file: Path) -> str:
     size = file.stat().st_size
     if size > _LARGE_BYTES and not _OF_A_TOKENIZER.match(file.name):
         return f"{size} bytes"
-    return sha256_of(file)
+    return at(file).sha256()

@@ -26,7 +26,7 @@ from typing import IO, Any, NamedTuple
 
 from megapar.data.lazy_numpy import np
 from megapar.errors import DataError
-from megapar.files.disk import sync_folder
+from megapar.files.disk import sync
 from megapar.files.token_index import (
     DTYPE_CODES,
     HEADER,
@@ -336,14 +336,14 @@ class IndexedDatasetBuilder:
         for suffix in ("idx", "hashes", "chat"):
             Path(f"{self.prefix}.{suffix}").unlink(missing_ok=True)
         folder = Path(self.prefix).parent
-        sync_folder(folder)
+        sync(folder)
         os.replace(self._paths["bin"], f"{self.prefix}.bin")
         if before_index is not None:
             before_index(self._paths["idx"])
-        sync_folder(folder)
+        sync(folder)
         os.replace(self._paths["idx"], f"{self.prefix}.idx")
         self.close()
-        sync_folder(folder)
+        sync(folder)
 
     def close(self) -> None:
         """Remove the files that are not finalized."""

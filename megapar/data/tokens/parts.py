@@ -27,7 +27,7 @@ from typing import IO, Any
 from megapar.data.lazy_numpy import np
 from megapar.data.text.chunks import BadRecords
 from megapar.errors import DataError
-from megapar.files.disk import sync_folder
+from megapar.files.disk import sync
 
 KEY = "key"
 _SUFFIX = ".part"
@@ -71,7 +71,7 @@ def claimed(folder: Path, key: str) -> Iterator[None]:
         lock.seek(0)
         if lock.read() != key:
             _unlink_parts(folder)
-            sync_folder(folder)  # so that even after a power failure no part of other work is next to this key
+            sync(folder)  # so that even after a power failure no part of other work is next to this key
             lock.truncate(0)
             lock.write(key)
             lock.flush()

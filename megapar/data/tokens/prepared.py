@@ -26,7 +26,7 @@ from megapar.data.lazy_numpy import np
 from megapar.data.tokens.indexed import without_suffix
 from megapar.errors import DataError
 from megapar.files.disk import write_file
-from megapar.files.manifest import sha256_of
+from megapar.files.location import at
 from megapar.files.regular_file import open_regular, read_json
 
 MAGIC, VERSION = b"MPHASHES", 1
@@ -42,7 +42,7 @@ def hashes_path(path: str | os.PathLike[str]) -> Path:
 def index_hash(prefix: str, *, may_read: bool = True) -> str:
     """Return the SHA-256 of PREFIX.idx in hexadecimal, remembered in the cache."""
     index = Path(f"{prefix}.idx")
-    return cached_value(index, lambda: sha256_of(index), may_read=may_read)
+    return cached_value(index, lambda: at(index).sha256(), may_read=may_read)
 
 
 def hashes_of(texts: Sequence[str]) -> np.ndarray:
@@ -96,10 +96,10 @@ class HashesWriter:
         facts: What encoded conversations, for PREFIX.chat.
         """
         if facts is not None:
-            write_file(self._chat, json.dumps({"index": sha256_of(index), **facts}, indent=1).encode())
+            write_file(self._chat, json.dumps({"index": at(index).sha256(), **facts}, indent=1).encode())
         documents = (self._file.tell() - HEADER.size) // 8
         self._file.seek(0)
-        self._file.write(HEADER.pack(MAGIC, VERSION, documents, bytes.fromhex(sha256_of(index))))
+        self._file.write(HEADER.pack(MAGIC, VERSION, documents, bytes.fromhex(at(index).sha256())))
         self._file.flush()
         os.fsync(self._file.fileno())
         os.replace(self._aside, self._path)

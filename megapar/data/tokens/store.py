@@ -18,7 +18,7 @@ from megapar.data.lazy_numpy import np
 from megapar.data.tokens.indexed import IndexedDataset, MappedFile
 from megapar.data.tokens.prepared import hashes_path, index_hash, read_hashes
 from megapar.data.tokens.split import Split, TrainHeldout
-from megapar.files.manifest import sha256_of
+from megapar.files.location import at
 
 
 class Offsets(Protocol):
@@ -98,7 +98,7 @@ def split_stores(dataset: IndexedDataset, split: Split, notes: tuple[str, ...] =
         cut = first < dataset.documents
         heldout = indexed_store(dataset, first, last) if split.heldout else None
         return TrainHeldout(indexed_store(dataset, 0, first, (*notes, note) if cut else notes), heldout)
-    digest = cached_value(path, lambda: sha256_of(path))
+    digest = cached_value(path, lambda: at(path).sha256())
     key = hash_parts(index_hash(dataset.prefix), digest, f"{split.train!r},{split.heldout!r}")
     folder = make_once(f"selected/{key}", lambda made: _select(made, dataset, hashes, split))
     heldout = _selected(dataset, folder / "1") if split.heldout else None

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megapar.files.disk import put, remove, rename, sync_folder, sync_tree
+from megapar.files.disk import put, remove, rename, sync, sync_tree
 from megapar.files.location import Location, Place, at, copy
 
 
@@ -98,4 +98,4 @@ def _one_by_one(aside: Path, folder: Path, replaced: Callable[[str], bool], last
     for old in folder.iterdir():
         if replaced(old.name) and old.name not in names:
             remove(old)
-    sync_folder(folder)
+    sync(folder)

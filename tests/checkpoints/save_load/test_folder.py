@@ -81,18 +81,18 @@ def kill_at(rank: int, world: int, root: Path, dying: int, phase: str) -> None:
             "scalars": (storage, "write_bytes"),
             "manifest": (storage, "make_layout"),
             "before rename": (collective_io, "move_into_place"),
-            "after rename": (disk, "sync_folder"),
+            "after rename": (disk, "sync"),
             "latest": (os, "fsync"),
         }[phase]
         if phase == "after rename":
-            kept = disk.sync_folder
+            kept = disk.sync
             calls: list[Path] = []
 
             def die_second(path: Path) -> None:
                 calls.append(path)
                 (die if len(calls) == 2 else kept)(path)
 
-            disk.sync_folder = die_second
+            disk.sync = die_second
         elif phase == "latest":
             save_on(rank, world, folders.iteration_folder(root, 200), "rows")
             os.fsync = die  # type: ignore[assignment]
