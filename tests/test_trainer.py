@@ -122,6 +122,15 @@ def test_evaluation_is_the_same_on_every_layout() -> None:
         assert run(world_size, "ernie", *evaluate, *flags).evaluation == pytest.approx(want, rel=1e-10)
 
 
+def test_evaluation_does_not_depend_on_the_size_of_micro_batches() -> None:
+    """Documents end in some samples more often than in others, so that micro-batches differ in their labels."""
+    flags = (*FP64, "--train-iters", "1", "--eval-interval", "1", "--eval-iters", "1")
+    masked = ("--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss")
+    flags = (*flags, *masked, "--moe-aux-loss-coeff", "0")  # balance is one micro-batch's by definition
+    one, eight = (run(1, "moe", *flags, "--micro-batch-size", size).evaluation for size in "18")
+    assert one == pytest.approx(eight, rel=1e-10)
+
+
 def test_the_line_of_an_evaluation_is_printed_when_it_was_made(tmp_path: Path) -> None:
     order: list[object] = []
     evaluate = Trainer._evaluate
@@ -314,12 +323,15 @@ def test_nothing_of_a_step_is_kept_for_the_life_of_a_run() -> None:
 
 
 def test_flops_of_a_device_are_its_share_of_all_ranks() -> None:
+    each = {
+        ranks: run(ranks, "moe", "--sharding-degree", str(ranks), "--device-tflops", "0.5").records for ranks in (1, 2)
+    }
+    for record in (*each[1], *each[2]):
+        assert record.tokens_per_second == pytest.approx(8 * 16 / record.iteration_seconds)
+        assert record.mfu == pytest.approx(record.model_tflops_per_device / 0.5)
     whole, halves = (
-        [
-            record.model_tflops_per_device * ranks / record.tokens_per_second
-            for record in run(ranks, "moe", *flags).records
-        ]
-        for ranks, flags in ((1, ()), (2, ("--sharding-degree", "2")))
+        [record.model_tflops_per_device * ranks / record.tokens_per_second for record in records]
+        for ranks, records in each.items()
     )
     assert whole == pytest.approx(halves, rel=1e-12)
 

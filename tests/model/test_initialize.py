@@ -12,7 +12,7 @@ from megapar.core.box import Box
 from megapar.model.initialize import draw_block, fill, std_of
 from megapar.model.spec import table_of
 from tests.model.ernie3.test_model import SIZES as ERNIE3
-from tests.model.small import DENSE, ERNIE, MOE
+from tests.model.small import DENSE, ERNIE, GEMMA, MOE
 
 WIDE = replace(MOE, hidden_size=40, head_dim=24, vocab_size=150, moe=replace(MOE.moe, hidden_size=40))
 
@@ -89,15 +89,17 @@ def test_seeds_and_names_give_different_numbers():
     assert not torch.equal(drawn(ERNIE, row)[:2], drawn(ERNIE, other))
 
 
-def test_norms_are_ones_and_biases_zeros():
-    for row in table_of(ERNIE):
-        value = drawn(ERNIE, row)
+@pytest.mark.parametrize("sizes", [ERNIE, replace(DENSE, **GEMMA)], ids=["ernie", "gemma"])
+def test_norms_are_ones_and_biases_zeros(sizes):
+    """Gemma's norms multiply by 1 + w."""
+    for row in table_of(sizes):
+        value = drawn(sizes, row)
         if row.name.endswith("bias"):
             assert not value.any()
         elif "norm" in row.name:
-            assert bool((value == 1).all())
+            assert bool((value == (0 if sizes is not ERNIE else 1)).all())
         else:
-            assert float(value.std()) == pytest.approx(ERNIE.init_std, rel=0.3)
+            assert float(value.std()) == pytest.approx(sizes.init_std, rel=0.3)
 
 
 @pytest.mark.parametrize("sizes", [WIDE, DENSE, ERNIE, ERNIE3], ids=["moe", "dense", "ernie", "ernie3"])

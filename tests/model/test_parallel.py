@@ -19,6 +19,7 @@ MODELS = {
     "OLMo 2": replace(DENSE, num_attention_heads=6, **OLMO2),
     "multipliers": replace(DENSE, tie_embeddings=False, **MULTIPLIED),
     "gpt, untied": replace(VARIETIES["gpt"], tie_embeddings=False),
+    "latent attention": VARIETIES["latent attention"],
     "ernie": ERNIE,
 }
 

@@ -39,7 +39,10 @@ def runs(
     sequence_parallel: bool,
     choice: RecomputeChoice,
 ) -> dict[str, Any]:
-    """A forward and backward with and without recompute: gradients that differ, and what was launched in each."""
+    """A forward and backward with and without recompute: gradients that differ, and what was launched in each.
+
+    Loss and loads of experts, too, must be the same.
+    """
     whole = {name: Axis(name, world_size, rank, dist.group.WORLD, tuple(range(world_size))) for name in axes}
     batch = batch_for(sizes, seed=0 if "mp" in axes else rank)
     found = []
@@ -53,7 +56,8 @@ def runs(
         (terms.sums["lm"] + terms.aux + terms.z).backward()
         comm.check_settled()
         grads = {name: parameter.grad for name, parameter in model.named_parameters()}
-        found.append((float(terms.sums["lm"].detach()), grads, dict(comm.launched), comm.host_waits))
+        losses = float(terms.sums["lm"].detach()), terms.load.tolist()
+        found.append((losses, grads, dict(comm.launched), comm.host_waits))
     (loss, grads, plain, waits), (loss_again, grads_again, sent, waits_again) = found
     differ = [name for name, grad in grads.items() if not torch.equal(grad, grads_again[name])]
     more = {kind: sent[kind] - plain[kind] for kind in sent if sent[kind] != plain[kind]}

@@ -202,6 +202,8 @@ def test_correction_bias_moves_against_the_load():
     bias = torch.tensor([0.0, 0.5, 0.0])
     move_correction_bias(bias, torch.tensor([9, 3, 6]), 0.1)
     torch.testing.assert_close(bias, torch.tensor([-0.1, 0.6, 0.0]))
+    move_correction_bias(bias, torch.tensor([12, 3, 3]), 0.1)  # moves that do not add up to 0
+    torch.testing.assert_close(bias, torch.tensor([-0.2, 0.7, 0.1]))
 
 
 def test_sigmoid_scores_are_not_normalised_but_their_sums_are():

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megapar.core.box import Box
 from megapar.core.device.adamw import SLAB
+from megapar.core.device.stochastic_rounding import random_bits, rounded
 from megapar.core.optimizer.optimizer import Optimizer
 from megapar.core.optimizer.tensor_pieces import TensorRegion, pieces_of, tensor_key
 from megapar.core.optimizer.update_rule import AdamW, RoundedAdamW
@@ -98,6 +99,21 @@ def test_any_cut_gives_the_same_bits(dims: tuple[int, ...], monkeypatch: pytest.
     for kind, tensors in expected.items():
         for name, tensor in tensors.items():
             assert torch.equal(tensor, found[kind][name]), (kind, name)
+
+
+def test_moments_are_rounded_by_different_bits() -> None:
+    rows = Rows(WHOLE)
+    (shard,) = rows.master_shards
+    shard.grad = torch.rand(shard.master.shape, generator=torch.Generator().manual_seed(2))
+    pieces = pieces_of(rows, regions)  # type: ignore[arg-type]
+    optimizer = Optimizer(rows.master_shards, BOTH, pieces)
+    optimizer.step(1e-2)
+    for piece in pieces[0].pieces:
+        gradient = piece.within(shard.grad)
+        bits = random_bits(piece.key, torch.tensor(1), piece.indices(torch.device("cpu")))
+        first, second = gradient * torch.tensor(1 - 0.9), gradient * gradient * torch.tensor(1 - 0.95)
+        assert torch.equal(piece.within(optimizer.state("exp_avg")[0]), rounded(first, bits, 0))
+        assert torch.equal(piece.within(optimizer.state("exp_avg_sq")[0]), rounded(second, bits, 1))
 
 
 def test_unrounded_moments_are_those_of_adamw() -> None:

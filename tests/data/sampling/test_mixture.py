@@ -77,6 +77,13 @@ def test_a_mixture_goes_through_epochs_of_its_parts() -> None:
     assert max(held[::2]) > 1060  # not only the first 10 of 30 windows
 
 
+def test_parts_of_one_size_are_read_in_different_orders() -> None:
+    stores = [TokenStore(np.arange(first, first + 121), np.array([0, 121])) for first in (0, 1000)]
+    samples = DecoderSamples(Blend([Windows(store, 4) for store in stores], [Fraction(1), Fraction(1)]), 4, seed=3)
+    drawn = [int(samples[i]["tokens"][0]) for i in range(60)]
+    assert [place for place in drawn if place < 1000] != [place - 1000 for place in drawn if place >= 1000]
+
+
 def test_without_weights_files_are_one_corpus(tmp_path: Path) -> None:
     paths = [_file(tmp_path, "a", 50, 100), _file(tmp_path, "b", 20, 300)]
     corpus = build("moe", data_path=paths, **SMALL)

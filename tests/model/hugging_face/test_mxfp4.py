@@ -100,6 +100,20 @@ def test_a_part_of_an_expert_is_where_transformers_has_it(folders: tuple[Path, P
     assert torch.equal(reversed_dims(reversed_dims(x)), x)
 
 
+def test_square_experts_are_transposed_too(tmp_path: Path) -> None:
+    """Both widths of the published ones are 2,880: their shapes do not say in which order the dims are."""
+    config = transformers.GptOssConfig(
+        **{"vocab_size": 67, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 8},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 2, "num_experts_per_tok": 1},
+    )
+    transformers.GptOssForCausalLM(config).save_pretrained(tmp_path)
+    architecture, sizes = published(tmp_path)
+    spec = next(spec for spec in table_of(sizes) if spec.name == "layers.0.moe.experts.down")
+    found, stored = torch.empty(spec.shape), load_file(tmp_path / "model.safetensors")
+    HfFolder(tmp_path).fill(found, spec, Box.whole(spec.shape), architecture)
+    assert torch.equal(found, stored["model.layers.0.mlp.experts.down_proj"].transpose(1, 2))
+
+
 def test_a_run_has_the_logits_of_the_plain_folder(folders: tuple[Path, Path]) -> None:
     found = [run_ranks(1, _logits, "moe", ["--load-hf", str(folder)], group=False)[0] for folder in folders]
     assert found[0] is not None

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from megapar.core.comm.axis import Axis
 from megapar.core.device.dtypes import at_least_fp32
-from megapar.model.layers.loss import vocab_parallel_linear_cross_entropy
+from megapar.model.layers.loss import collect, vocab_parallel_linear_cross_entropy
 from megapar.model.sizes import NO_LOSS
+from megapar.moe.stats import MoeStats
 
 SINGLE = Axis.single("mp")
 
@@ -141,3 +142,15 @@ def test_sums_over_logits_of_16_bits_are_in_fp32(bias):
     want = F.cross_entropy(logits if own_bias is None else logits + own_bias.detach(), labels, reduction="sum")
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss.item(), want.item(), rtol=2e-6, atol=0)
+
+
+def test_a_router_loss_is_the_sum_of_its_layers():
+    """Layers whose loads are opposite do not even each other out."""
+    probs, load = torch.tensor([[3.0, 1.0], [1.0, 3.0]]), torch.tensor([[4, 0], [0, 4]])
+    stats = [
+        MoeStats(p, n, 0.125, p.sum(), 4, sequence=None, orthogonal=None, load=n, over=None)
+        for p, n in zip(probs, load, strict=True)
+    ]
+    terms = collect({"lm": torch.zeros(())}, stats)
+    assert float(terms.aux) == sum(float(one.aux) for one in stats) == 3.0
+    assert float(terms.z) == sum(float(one.z) for one in stats) == 2.0
