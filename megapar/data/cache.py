@@ -21,10 +21,12 @@ import logging
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from megapar.core.status_line import Status, silent
 from megapar.errors import DataError
 from megapar.files.disk import put, rename
 from megapar.files.manifest import FILE_NAME, Manifest
@@ -32,6 +34,7 @@ from megapar.files.manifest import FILE_NAME, Manifest
 SMALL_BYTES = 4 << 20
 """Entries up to this size are hashed whenever they are opened."""
 
+_FIRST_SECONDS, _POLL_SECONDS = 3.0, 0.05
 _NOT_SYNCED_BYTES = 64 << 10  # a single file up to this size is cheaper to make again than to sync
 
 
@@ -50,16 +53,17 @@ def hash_parts(*parts: str | bytes) -> str:
     return state.hexdigest()[:32]
 
 
-def make_once(name: str, make: Callable[[Path], None]) -> Path:
+def make_once(name: str, make: Callable[[Path], None], status: Status = silent) -> Path:
     """Return the path of cache entry ``name``, after making it if it is missing or damaged.
 
     ``make(path)`` writes the file or folder to a temporary path; if it raises, nothing remains. An entry that is made
-    again is reported by ``logging``. Raises DataError if the cache folder cannot be written.
+    again is reported by ``logging``. ``status`` hears of a wait for another process that makes it.
+    Raises DataError if the cache folder cannot be written.
     """
     target = cache_folder() / name
     if _defect(target, name) is None:
         return target
-    with _writable(target), _locked(target):
+    with _writable(target), _locked(target, status):
         defect = _defect(target, name)
         if defect:
             logging.getLogger(__name__).warning("the cache entry %s %s; it is made again", target, defect)
@@ -126,10 +130,23 @@ def _writable(target: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _locked(target: Path) -> Iterator[None]:
-    """Hold the lock file of ``target``; the system releases it when its holder dies."""
+def _locked(target: Path, status: Status) -> Iterator[None]:
+    """Hold the lock file of ``target``; the system releases it when its holder dies.
+
+    Ranks of a node wait a little for the first one to take it, because that one says how far it is.
+    """
+    until = time.monotonic() + (_FIRST_SECONDS if int(os.environ.get("LOCAL_RANK") or 0) else 0.0)
     with open(target.with_name(f".{target.name}.lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if target.exists() or time.monotonic() >= until:
+                    break
+                fcntl.flock(lock, fcntl.LOCK_UN)
+            except BlockingIOError:
+                until = 0.0
+                status(f"waiting for the process that makes {target}", 0, 0, "")
+            time.sleep(_POLL_SECONDS)
         yield
 
 

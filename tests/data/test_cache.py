@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import multiprocessing
 import os
 import shutil
@@ -27,6 +28,43 @@ def test_an_entry_is_made_once(fresh_cache: Path) -> None:
     assert make_once("kind/entry", make).read_text() == "made"
     assert make_once("kind/entry", make) == fresh_cache / "kind/entry"
     assert len(calls) == 1
+
+
+def test_a_wait_for_another_process_is_said(fresh_cache: Path) -> None:
+    heard: list[str] = []
+    (fresh_cache / "kind").mkdir(parents=True)
+    with open(fresh_cache / "kind/.entry.lock", "w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+
+        def hears(what: str, done: int, total: int, unit: str) -> None:
+            heard.append(what)
+            fcntl.flock(other, fcntl.LOCK_UN)
+
+        assert make_once("kind/entry", lambda path: path.mkdir(), hears).is_dir()
+    assert heard == [f"waiting for the process that makes {fresh_cache / 'kind/entry'}"]
+
+
+def test_a_rank_lets_the_first_one_of_its_node_begin(fresh_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (fresh_cache / "kind").mkdir(parents=True)
+    events: list[str] = []
+    with open(fresh_cache / "kind/.entry.lock", "w") as first:
+
+        def sleep(seconds: float) -> None:
+            if not events:
+                fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)  # no other process has it
+                events.append("the first rank begins")
+
+        def hears(what: str, done: int, total: int, unit: str) -> None:
+            events.append("the other waits")
+            fcntl.flock(first, fcntl.LOCK_UN)
+
+        monkeypatch.setattr(cache.time, "sleep", sleep)
+        monkeypatch.setenv("LOCAL_RANK", "1")
+        make_once("kind/entry", lambda path: events.append("the other makes it") or path.mkdir(), hears)
+        assert events == ["the first rank begins", "the other waits", "the other makes it"]
+        monkeypatch.setenv("LOCAL_RANK", "0")
+        make_once("kind/another", lambda path: path.mkdir())
+    assert len(events) == 3
 
 
 def test_a_failure_leaves_nothing_and_passes_on(fresh_cache: Path) -> None:
