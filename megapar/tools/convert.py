@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from megapar.core.status_line import StatusLine
 from megapar.errors import MegaparError
 from megapar.files.uri import refuse_wrong
 from megapar.tools.parser import Parser, count
@@ -56,14 +57,14 @@ def _run(args: argparse.Namespace) -> int:
     from megapar.data.tokenizers.load import load_tokenizer
     from megapar.training.step.dtypes import DTYPES
 
-    if args.command == "hf-to-megapar":
-        done = hf_to_megapar(args.input, args.output)
-        hint = f"; to train from it, use --load {done.folder}"
-    else:
-        tokenizer = load_tokenizer(args.tokenizer_model) if args.tokenizer_model else None
-        dtype, size = DTYPES.get(args.dtype), args.shard_mb << 20
-        done = megapar_to_hf(args.input, args.output, dtype=dtype, shard_bytes=size, tokenizer=tokenizer)
-        hint = ""
+    with StatusLine.on(sys.stderr) as status:
+        if args.command == "hf-to-megapar":
+            done = hf_to_megapar(args.input, args.output, status)
+        else:
+            tokenizer = load_tokenizer(args.tokenizer_model) if args.tokenizer_model else None
+            more = {"dtype": DTYPES.get(args.dtype), "shard_bytes": args.shard_mb << 20, "tokenizer": tokenizer}
+            done = megapar_to_hf(args.input, args.output, **more, status=status)
+    hint = f"; to train from it, use --load {done.folder}" if args.command == "hf-to-megapar" else ""
     print(f"{done.folder}: {done.architecture.name}, {done.tensors} tensors, {done.bytes:,} bytes{hint}")
     if args.command == "hf-to-megapar" and done.architecture.trained_as:
         print(f"a run writes it as {done.architecture.trained_as}: {done.architecture.remark}")

@@ -7,6 +7,7 @@ import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ from megapar.core.comm.world import World
 from megapar.core.sharding.cut import is_primary, is_speaker, master_box
 from megapar.core.sharding.master_shard import ParameterView
 from megapar.core.sharding.sharding import Sharding
+from megapar.core.status_line import Status, silent
 from megapar.core.units import GIBIBYTE
 from megapar.data.tokenizers.load import load_stored_tokenizer
 from megapar.data.tokenizers.tokenizer import Tokenizer, token_ids
@@ -41,7 +43,7 @@ UNDROPPED = (
 )
 
 
-def export(config: Config, job: Job, tokenizer: Tokenizer | None) -> Location | None:
+def export(config: Config, job: Job, tokenizer: Tokenizer | None, status: Status = silent) -> Location | None:
     """Write weights, configuration and tokenizer to ``--save-hf`` in the format of ``transformers``.
 
     Settings of the published folder that the run started from remain unless the run changed them. Rank 0 holds one
@@ -53,7 +55,7 @@ def export(config: Config, job: Job, tokenizer: Tokenizer | None) -> Location | 
     started_from = published_folder(config.checkpoint.load_hf, config.checkpoint.load)
     published = read_config(started_from) if started_from else {}
     architecture = trained_architecture(started_from) if started_from else None
-    tensors = _whole(job)
+    tensors = _whole(job, status)
     if job.world.rank == 0:
         hf.save_hf(
             folder,
@@ -71,10 +73,13 @@ def export(config: Config, job: Job, tokenizer: Tokenizer | None) -> Location | 
     return folder
 
 
-def _whole(job: Job) -> Iterator[tuple[str, Tensor]]:
+def _whole(job: Job, status: Status) -> Iterator[tuple[str, Tensor]]:
     masters = [shard.values for shard in job.sharding.master_shards]
-    yield from collect_all(job.world, job.table, job.sharding, masters)
-    yield from collect_buffers(job.world, job.table, dict(job.model.named_buffers()), masters[0].dtype)
+    weights = collect_all(job.world, job.table, job.sharding, masters)
+    buffers = collect_buffers(job.world, job.table, dict(job.model.named_buffers()), masters[0].dtype)
+    for number, named in enumerate(chain(weights, buffers)):
+        status("exporting", number, len(job.table), "tensors")
+        yield named
 
 
 def collect(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -23,6 +24,7 @@ from megapar.checkpoints.save_load.storage import write_layout
 from megapar.config.published import BESIDE, Unsupported, architecture_of, flags_of, has_tokenizer, read_config
 from megapar.core.box import Box
 from megapar.core.sharding.sharding import changed_masters
+from megapar.core.status_line import Status, silent
 from megapar.errors import CheckpointError
 from megapar.files.location import Location, Place, at, copy
 from megapar.files.tensor_file import INDEX_FILE
@@ -86,7 +88,7 @@ def published(source: Place) -> tuple[PublishedArchitecture, ModelSizes]:
     return architecture, replace(sizes, **absent)
 
 
-def hf_to_megapar(source: Place, out: Place) -> Converted:
+def hf_to_megapar(source: Place, out: Place, status: Status = silent) -> Converted:
     """Convert a Hugging Face folder to a checkpoint, which ``--load OUT`` reads on any layout.
 
     Weights become fp32 master weights, which is exact for bf16 and fp16. OUT/hf contains config.json, the tokenizer,
@@ -104,7 +106,7 @@ def hf_to_megapar(source: Place, out: Place) -> Converted:
 
     def write(aside: Location) -> Converted:
         _write_beside(aside / BESIDE, beside, weights, architecture, table, foreign)
-        num_bytes = _write_checkpoint(aside, weights, architecture, sizes, table)
+        num_bytes = _write_checkpoint(aside, weights, architecture, sizes, table, status)
         tokenizer = has_tokenizer(aside / BESIDE)
         counts = len(table), num_bytes
         return Converted(out, architecture, *counts, tuple(foreign), tokenizer, quantized=weights.quantized)
@@ -118,13 +120,17 @@ def _write_checkpoint(
     architecture: PublishedArchitecture,
     sizes: ModelSizes,
     table: tuple[ParameterSpec, ...],
+    status: Status,
 ) -> int:
     """Write the weights as iteration 0 and return their bytes."""
     folder = folders.iteration_folder(root, 0)
     rows = {f"model/{spec.name}": spec for spec in table}
     wide = torch.float64 if any(t.code == "F64" for t in weights.tensors.values()) else torch.float32
 
+    numbers = itertools.count()
+
     def fetch(name: str) -> Iterator[Tensor]:
+        status("converting", next(numbers), len(rows), "tensors")
         spec = rows[name]
         for slab in Box.whole(spec.shape).slabs(shards.BLOCK_BYTES // wide.itemsize):
             target = torch.empty(slab.sizes, dtype=wide)

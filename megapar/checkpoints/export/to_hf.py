@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -27,6 +28,7 @@ from megapar.checkpoints.format.shards import (
 from megapar.checkpoints.save_load import folder as folders
 from megapar.config.published import BESIDE, has_tokenizer, read_config
 from megapar.core.box import Box
+from megapar.core.status_line import Status, silent
 from megapar.data.tokenizers.load import load_stored_tokenizer
 from megapar.data.tokenizers.tokenizer import Tokenizer, token_ids
 from megapar.errors import CheckpointError
@@ -116,6 +118,7 @@ def megapar_to_hf(
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
     tokenizer: Tokenizer | None = None,
+    status: Status = silent,
 ) -> Converted:
     """Convert a checkpoint of any layout to a Hugging Face folder.
 
@@ -140,7 +143,7 @@ def megapar_to_hf(
             f"the tokenizer has {tokenizer.size} ids and the model {saved.sizes.vocab_size}: "
             "pass the one that the model was trained with"
         )
-    settings = facts, beside, tokenizer, dtype, shard_bytes
+    settings = facts, beside, tokenizer, dtype, shard_bytes, status
     return written_aside(out, lambda aside: _write_hf(aside, out, saved, architecture, *settings))
 
 
@@ -185,6 +188,7 @@ def _write_hf(
     tokenizer: Tokenizer | None,
     dtype: torch.dtype | None,
     shard_bytes: int,
+    status: Status,
 ) -> Converted:
     table = table_of(saved.sizes)
     saved.check(table, architecture)
@@ -201,7 +205,10 @@ def _write_hf(
     extra = {} if carried is None else {name: entry for name, entry in carried.tensors.items() if name not in pieces}
     plans += [TensorPlan(name, DTYPES_BY_CODE[entry.code], entry.shape) for name, entry in extra.items()]
 
+    numbers = itertools.count()
+
     def fetch(name: str) -> Iterator[Tensor]:
+        status("converting", next(numbers), len(plans), "tensors")
         if carried is not None and name in extra:
             yield carried.whole(name)
             return

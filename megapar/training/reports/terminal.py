@@ -10,10 +10,12 @@ from datetime import datetime
 from typing import TextIO
 
 from megapar.arguments import Config
+from megapar.core.status_line import StatusLine
 from megapar.core.units import clock_text
 from megapar.training.reports.logger import Logger
 from megapar.training.reports.record import Record
 
+TRAINING = "training"
 REPORTS = 20  # the newest ones count, so that a growing batch or a slower node shows within as many lines
 
 
@@ -82,6 +84,10 @@ class PlainTerminal(Logger):
             more = "" if left is None else f" | left {clock_text(left)}"
             self.print_message(describe(record, self._train_iters, self._room() - len(more)) + more)
 
+    def status(self) -> StatusLine:
+        """Return the line of slow work between steps."""
+        return StatusLine(self.print_message, rewrites=False)
+
     def _room(self) -> int:
         """Return the characters of a line beside the time; a file or a pipe has all that a line needs."""
         return sys.maxsize
@@ -105,18 +111,22 @@ class ProgressTerminal(PlainTerminal):
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
         self._progress = Progress(
-            TextColumn("training"),
+            TextColumn("{task.fields[what]}"),
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("loss {task.fields[loss]}"),
             TextColumn("left {task.fields[left]}"),
         )
-        self._task = self._progress.add_task("training", total=train_iters, completed=start, loss="-", left="-")
+        self._task = self._progress.add_task("", total=train_iters, completed=start, what=TRAINING, loss="-", left="-")
         self._progress.start()
 
     def print_line(self, text: str) -> None:
         """Print a line above the bar."""
         self._progress.console.print(text, markup=False, highlight=False)
+
+    def status(self) -> StatusLine:
+        """Return the name of the bar as the line of slow work."""
+        return StatusLine(lambda text: self._progress.update(self._task, what=text or TRAINING), rewrites=True)
 
     def _room(self) -> int:
         return self._progress.console.width - len("2026-01-01 00:00:00 ")

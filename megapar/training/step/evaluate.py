@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megapar.arguments import Config
 from megapar.core.comm.agreement import reduce_numbers
+from megapar.core.status_line import Status, silent
 from megapar.data.batches import Collate
 from megapar.data.eval_tasks import EvalTask
 from megapar.data.sampling.samples import Samples
@@ -32,6 +33,7 @@ def evaluate(
     collate: Collate,
     objective: Objective,
     token_bytes: TokenBytes | None = None,
+    status: Status = silent,
 ) -> dict[str, float]:
     """Return the mean of every term over its items, and ``loss``, their weighted sum without the routing losses.
 
@@ -49,9 +51,9 @@ def evaluate(
     totals = torch.zeros(2, len(sets), len(names) + 1, dtype=torch.float64)  # the last items are bytes
     model.eval()
     try:
-        for number, samples in enumerate(sets.values()):
+        for number, (name, samples) in enumerate(sets.items()):
             num_samples = num_evaluated(config, samples)
-            for numbers, counted, _ in rounds(num_samples, training.micro_batch_size, data.rank, data.size):
+            for numbers, counted, end in rounds(num_samples, training.micro_batch_size, data.rank, data.size):
                 read = [samples[i] for i in numbers]
                 batch = collate(read)
                 terms = run(batch.to(world.device.torch_device, non_blocking=True).tensors, batch.valid_tokens)
@@ -60,6 +62,7 @@ def evaluate(
                     totals[0, number, :-1] += torch.stack([terms.sums[name] for name in names]).cpu().double()
                     counts = [*(batch.counts[name] for name in names), size]
                     totals[1, number] += torch.tensor(counts, dtype=torch.float64)
+                status(f"evaluating {name}".strip(), end, num_samples, "samples")
     finally:
         model.train()
     reduce_numbers(totals, data, "evaluation")
@@ -104,17 +107,19 @@ def rounds(num_samples: int, size: int, rank: int, ranks: int) -> Iterator[tuple
 _LENGTHS = 128  # few lengths, because compiled functions and kernels prepare for each
 
 
-def score_tasks(config: Config, job: Job, tasks: Sequence[EvalTask], collate: Collate) -> dict[str, float]:
+def score_tasks(
+    config: Config, job: Job, tasks: Sequence[EvalTask], collate: Collate, status: Status = silent
+) -> dict[str, float]:
     """Return the scores of all tasks by task/score. Every rank calls it."""
     return {
         f"{task.name}/{score}": value
         for task in tasks
-        for score, value in task.scores(*row_scores(config, job, task, collate).tolist()).items()
+        for score, value in task.scores(*row_scores(config, job, task, collate, status).tolist()).items()
     }
 
 
 @torch.no_grad()
-def row_scores(config: Config, job: Job, task: EvalTask, collate: Collate) -> Tensor:
+def row_scores(config: Config, job: Job, task: EvalTask, collate: Collate, status: Status = silent) -> Tensor:
     """Return [2, rows] fp64 on every rank: the log-likelihood of each row's choice, and its ids that are not likeliest.
 
     Rows go into micro-batches from the shortest to the longest, so that those of a round are padded to about the
@@ -140,6 +145,7 @@ def row_scores(config: Config, job: Job, task: EvalTask, collate: Collate) -> Te
             if head is not None and counted:
                 for part, values in enumerate(head.scores or ()):
                     found[part, rows] = values.cpu().double().sum(1)
+            status(f"scoring {task.name}", end, len(order), "rows")
     finally:
         if head is not None:
             head.scores = None

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 import re
+import threading
 from dataclasses import fields, replace
 from datetime import datetime
 
 import pytest
 
+from megapar.core import status_line
 from megapar.core.units import clock_text
 from megapar.training.reports.record import Record
 from megapar.training.reports.terminal import PlainTerminal, ProgressTerminal, TimeLeft, describe
@@ -78,6 +80,28 @@ def test_the_bar_has_the_time_left_of_the_lines(capsys: pytest.CaptureFixture[st
     assert bar._progress.tasks[0].fields["left"] == "3:20"
     bar.close()
     assert "left 3:20" in capsys.readouterr().out
+
+
+def test_slow_work_is_the_name_of_the_bar_or_a_line_with_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    out, shown = io.StringIO(), threading.Event()
+    monkeypatch.setattr(status_line, "_QUICK", 0.0)
+    plain = PlainTerminal(40, 10, out, lambda: datetime(2026, 1, 2, 3, 4, 5).timestamp())
+    monkeypatch.setattr(plain, "print_message", lambda text: (PlainTerminal.print_message(plain, text), shown.set()))
+    with plain.status() as status:
+        status("exporting", 1, 4, "tensors")
+        assert shown.wait(60)
+    assert out.getvalue() == "2026-01-02 03:04:05 exporting: 1 of 4 tensors\n"
+    bar = ProgressTerminal(40, 100, 0)
+    names: list[str] = []
+    update = bar._progress.update
+    monkeypatch.setattr(bar._progress, "update", lambda task, **to: (names.append(to["what"]), update(task, **to)))
+    with bar.status() as status:
+        status("exporting", 1, 4, "tensors")
+        while not names:
+            status._closed.wait(0.01)
+    bar.close()
+    assert names[0] == "exporting: 1 of 4 tensors"
+    assert names[-1] == bar._progress.tasks[0].fields["what"] == "training"
 
 
 @pytest.mark.parametrize(("tokens", "said"), [(0, True), (1, False)])
