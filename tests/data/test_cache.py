@@ -58,9 +58,13 @@ def test_a_rank_lets_the_first_one_of_its_node_begin(fresh_cache: Path, monkeypa
             events.append("the other waits")
             fcntl.flock(first, fcntl.LOCK_UN)
 
-        monkeypatch.setattr(cache.time, "sleep", sleep)
+        def makes(path: Path) -> None:
+            events.append("the other makes it")
+            path.mkdir()
+
+        monkeypatch.setattr(time, "sleep", sleep)
         monkeypatch.setenv("LOCAL_RANK", "1")
-        make_once("kind/entry", lambda path: events.append("the other makes it") or path.mkdir(), hears)
+        make_once("kind/entry", makes, hears)
         assert events == ["the first rank begins", "the other waits", "the other makes it"]
         monkeypatch.setenv("LOCAL_RANK", "0")
         make_once("kind/another", lambda path: path.mkdir())

@@ -9,6 +9,7 @@ from dataclasses import fields, replace
 from datetime import datetime
 
 import pytest
+from rich.progress import TaskID
 
 from megapar.core import status_line
 from megapar.core.units import clock_text
@@ -86,7 +87,12 @@ def test_slow_work_is_the_name_of_the_bar_or_a_line_with_the_time(monkeypatch: p
     out, shown = io.StringIO(), threading.Event()
     monkeypatch.setattr(status_line, "_QUICK", 0.0)
     plain = PlainTerminal(40, 10, out, lambda: datetime(2026, 1, 2, 3, 4, 5).timestamp())
-    monkeypatch.setattr(plain, "print_message", lambda text: (PlainTerminal.print_message(plain, text), shown.set()))
+
+    def prints(text: str) -> None:
+        PlainTerminal.print_message(plain, text)
+        shown.set()
+
+    monkeypatch.setattr(plain, "print_message", prints)
     with plain.status() as status:
         status("exporting", 1, 4, "tensors")
         assert shown.wait(60)
@@ -94,7 +100,12 @@ def test_slow_work_is_the_name_of_the_bar_or_a_line_with_the_time(monkeypatch: p
     bar = ProgressTerminal(40, 100, 0)
     names: list[str] = []
     update = bar._progress.update
-    monkeypatch.setattr(bar._progress, "update", lambda task, **to: (names.append(to["what"]), update(task, **to)))
+
+    def updates(task: TaskID, **to: str) -> None:
+        names.append(to["what"])
+        update(task, **to)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(bar._progress, "update", updates)
     with bar.status() as status:
         status("exporting", 1, 4, "tensors")
         while not names:
