@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -31,6 +31,7 @@ from megapar.core.comm.world import World
 from megapar.core.device.accelerators import pick
 from megapar.core.device.base import Device
 from megapar.core.recompute.adaptive import Adaptive
+from megapar.core.status_line import Status, StatusLine, silent
 from megapar.data.batches import Loader
 from megapar.data.corpus import Corpus
 from megapar.data.eval_tasks import OF_TASK
@@ -160,9 +161,13 @@ def train(
     watch = make_watchdog(config)
     device = _prepare_device(config)
     watch.start()
+    leads = os.environ.get("RANK", "0") == "0" and not quiet
+    for line in opening.header(config, device) if leads else ():
+        sys.stdout.write(f"{line}\n")
     try:
         config = with_fetched_data(config)
-        corpus = make_corpus(config) if data is None else make_own_corpus(config, data)
+        with StatusLine.on(sys.stdout) if leads else nullcontext(silent) as status:
+            corpus = make_corpus(config, status) if data is None else make_own_corpus(config, data)
         config = with_epochs(config, len(corpus.train))
         declared = make_entry(config, corpus, device)
         if rendezvous_url is None and (unknown := unknown_address()):
@@ -483,7 +488,8 @@ class Trainer:
             self.local_saves.remove()
         self.job.sharding.wait()
         ended = self._ended  # even if the run was also asked to stop
-        return export.export(self.config, self.job, self.corpus.tokenizer) if ended else None
+        with self._status() as status:
+            return export.export(self.config, self.job, self.corpus.tokenizer, status) if ended else None
 
     def _flush(self, *, evaluates: bool = False) -> None:
         self.stepper.resolve_pending()
@@ -538,6 +544,10 @@ class Trainer:
         if self.terminal is not None:
             self.terminal.print_message(text)
 
+    def _status(self) -> AbstractContextManager[Status]:
+        """Return what says how far slow work is, on rank 0."""
+        return nullcontext(silent) if self.terminal is None else self.terminal.status()
+
     def step(self) -> StepResult:
         """Run one optimizer step. See ``Stepper``."""
         return self.stepper.step(self.loader)
@@ -568,10 +578,10 @@ class Trainer:
         with self.world.meter.paused():
             self.job.sharding.wait()
         section = self.watch.section("evaluation", f"after step {self.progress.iteration}")
-        with self.world.uncounted(), self.monitor.paused(), section:
+        with self.world.uncounted(), self.monitor.paused(), section, self._status() as status:
             sizes = self.corpus.token_bytes if self.config.model.causal else None
-            means = evaluate(self.config, self.job, heldout, self.collate, self.objective, sizes)
-            scores = score_tasks(self.config, self.job, self.corpus.eval_tasks, self.collate)
+            means = evaluate(self.config, self.job, heldout, self.collate, self.objective, sizes, status)
+            scores = score_tasks(self.config, self.job, self.corpus.eval_tasks, self.collate, status)
         self._evaluation = means | {f"{OF_TASK}{name}": score for name, score in scores.items()}
         return self._evaluation
 

@@ -390,6 +390,16 @@ def test_a_callback_of_one_rank_stops_all_in_the_same_step(tmp_path: Path) -> No
     assert (tmp_path / "runs" / "iter_0000003").is_dir()
 
 
+def test_versions_and_flags_are_printed_before_the_data_is_read(capsys: pytest.CaptureFixture[str]) -> None:
+    config = parse("moe", [*SMALL["moe"], "--data-path", "mock", "--train-iters", "1"], {})
+    with patch("megapar.trainer.make_corpus", side_effect=DataError("broken")):
+        for quiet, rank in ((False, "0"), (True, "0"), (False, "1")):
+            with patch.dict(os.environ, {"RANK": rank}), pytest.raises(DataError, match="broken"):
+                train(config, quiet=quiet)
+            lines = capsys.readouterr().out.splitlines()
+            assert [line.split()[0] for line in lines[:2]] == ([] if quiet or rank == "1" else ["megapar", "flags:"])
+
+
 def test_a_quiet_run_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     flags = [*SMALL["moe"], *COMMON, "--train-iters", "2", "--data-path", "mock"]
     assert train(parse("moe", flags, {}), quiet=True).stopped == ""

@@ -374,7 +374,8 @@ def drop_replaced_data(draft: Draft) -> None:
     """Drop what a file says of its data and the command line replaces it by --data-path mock or --data-source hf."""
     given = {name: value for name, value in draft.values.items() if draft.origins[name] == "flag"}
     dropped = ["split"] if given.get("data_path") == ("mock",) else []  # mock has nothing to split
-    dropped += ["data_path", "eval_data_path", "on_bad_record"] if given.get("data_source") == "hf" else []
+    files = ["data_path", "eval_data_path", "document_per", "on_bad_record"]
+    dropped += files if given.get("data_source") == "hf" else []
     for name in dropped:
         if is_from_file(draft.origins.get(name)):
             draft.values.pop(name, None)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from datetime import date
 from typing import Any, ClassVar
 
+from megapar.files.data_files import AUTO, FILE, PARAGRAPH
 from megapar.schema import role as roles
 from megapar.schema.flag import ERNIE, MOE, Alias, fact, flag
 from megapar.schema.phase_plan import phases_text
@@ -82,6 +83,14 @@ class DataOptions:
     text_field: str = flag(
         "text",
         "field of JSONL records, and column of parquet files and datasets, that contains the document",
+        role=roles.FILES,
+    )
+    document_per: str = flag(
+        AUTO,
+        "what a document of text files is; paragraph: what is between blank lines; file: a whole file; auto: a whole "
+        "file of a folder, and a paragraph of a file that is named itself",
+        ernie=PARAGRAPH,
+        choices=(AUTO, FILE, PARAGRAPH),
         role=roles.FILES,
     )
     tokenizer_model: str | None = flag(

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
-from megapar.data.text.source import TextSource, open_sources
+from megapar.data.text.source import WHOLE_FILE, FileSource, TextSource, open_sources
 from megapar.data.tokens.indexed import IndexedDataset, is_indexed
 from megapar.data.tokens.split import Split, TrainHeldout
 from megapar.data.tokens.store import StoreBlend, TokenStore, indexed_store, split_stores
 from megapar.data.tokens.token_cache import EncodedText, TokenCache
 from megapar.errors import DataError
-from megapar.files.data_files import FIELD, blend_of
+from megapar.files.data_files import FIELD, PARAGRAPH, blend_of
 
 
 class Group(NamedTuple):
@@ -63,18 +63,22 @@ class BlendSource:
         """The corpus as ``--data-path`` names it."""
         return self.indexed.prefix if self.indexed else ", ".join(source.name for source in self.sources)
 
+    def count(self, reader: str) -> int:
+        """Return the number of its files that one of ``FileSource``'s readers reads."""
+        return sum(isinstance(source, FileSource) and source.read_as == reader for source in self.sources)
+
 
 def open_blend(
-    paths: Sequence[str], field: str = FIELD, report: Callable[[str], object] = lambda text: None
+    paths: Sequence[str], field: str = FIELD, report: Callable[[str], object] = lambda text: None, per: str = PARAGRAPH
 ) -> tuple[BlendSource, ...]:
     """Open the corpora that ``paths`` names; consecutive texts without weights are one corpus.
 
-    ``field`` and ``report`` are those of ``source.open_sources``. Raises DataError if a path cannot be read.
+    ``field``, ``report`` and ``per`` are those of ``source.open_sources``. Raises DataError if a path cannot be read.
     """
     corpora = [
         BlendSource(group.weight, (), _opened(group.paths[0]), group.name)
         if group.indexed
-        else BlendSource(group.weight, open_sources(group.paths, field, report), label=group.name)
+        else BlendSource(group.weight, open_sources(group.paths, field, report, per=per), label=group.name)
         for group in groups_of(paths)
     ]
     if not corpora:
@@ -127,9 +131,10 @@ def _split(source: BlendSource, split: Split, cache: TokenCache, evaluates: bool
     empty = stores.heldout is not None and len(stores.heldout.tokens) == 0
     if len(stores.train.tokens) == 0 or (empty and evaluates):
         heldout = 0 if stores.heldout is None else stores.heldout.documents
+        per = " (--document-per paragraph cuts files at blank lines)" if source.count(WHOLE_FILE) else ""
         raise DataError(
             f"{source.name}: of {tokens.documents} documents {stores.train.documents} are for training and {heldout} "
-            "held out, and both need at least one; pass more documents, --eval-data-path, another --split, or "
+            f"held out, and both need at least one; pass more documents{per}, --eval-data-path, another --split, or "
             "--split 100,0 with --eval-interval 0"
         )
     return TrainHeldout(stores.train, None) if empty else stores

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
 
+from megapar.core.status_line import Status, silent
 from megapar.data.batches import Collate
 from megapar.data.blend import BlendSource, open_blend, open_stores
 from megapar.data.cache import hash_parts, make_once
@@ -30,7 +31,7 @@ from megapar.data.tokens.split import Split, TrainHeldout
 from megapar.data.tokens.store import StoreBlend
 from megapar.data.tokens.token_cache import TokenCache
 from megapar.errors import ConfigError, DataError
-from megapar.files.data_files import FIELD, LONGEST_LINE, ROW
+from megapar.files.data_files import AUTO, FIELD, LONGEST_LINE, PARAGRAPH, ROW
 from megapar.files.tokenizer_files import too_large
 
 ERNIE = "ernie"
@@ -113,6 +114,21 @@ class Corpus(MadeSamples):
         return replace(self, train=self.phased(phases, range(len(phases))[first]))
 
 
+@dataclass(frozen=True)
+class TextOptions:
+    """Options of reading text.
+
+    Attributes:
+        field: Field or column of records that contains the document.
+        per: What a document of text files is, as --document-per says it; None: as for the kind of model.
+        skip_bad: Skip broken records and count them in ``Corpus.notes``.
+    """
+
+    field: str = FIELD
+    per: str | None = None
+    skip_bad: bool = False
+
+
 def build(
     kind: str,
     *,
@@ -125,10 +141,10 @@ def build(
     seed: int,
     mlm_probability: float = 0.15,
     packing: Packing | None = None,
-    skip_bad: bool = False,
     hf_dataset: str | None = None,
     tasks: TaskData | None = None,
-    text_field: str = FIELD,
+    text: TextOptions = TextOptions(),
+    status: Status = silent,
 ) -> Corpus:
     """Open, check, tokenize and cut a corpus. Slow work is done once and kept in the cache folder.
 
@@ -143,19 +159,22 @@ def build(
         split: Shares of training and held-out documents (default DEFAULT_SPLIT); a second share of 0 holds none out.
         tokenizer_model: A sentencepiece model, a tokenizer.json or a Hugging Face folder; without it, a tokenizer of
             ``vocab_size`` ids is trained on the training documents.
-        skip_bad: Skip broken records and count them in ``notes``.
         hf_dataset: A ``datasets`` source that is streamed, in place of data_path.
+        status: Hears of slow work.
     """
     maker = _make_maker(kind, seq_length, seed, split or DEFAULT_SPLIT, packing or Packing(), mlm_probability, tasks)
     if hf_dataset is not None:
-        return _streamed(hf_dataset, text_field, tokenizer_model, vocab_size, maker)
+        return _streamed(hf_dataset, text.field, tokenizer_model, vocab_size, maker, status)
     if _is_mock(data_path, eval_data_path):
         return _mock(tokenizer_model, vocab_size, maker)
     skipped: list[str] = []
-    train = open_blend(data_path, text_field, skipped.append)
-    heldout = open_blend(eval_data_path, text_field, skipped.append) if eval_data_path else None
+    per = text.per or (PARAGRAPH if kind == ERNIE else AUTO)
+    opened = partial(open_blend, field=text.field, report=skipped.append, per=per)
+    train = opened(data_path)
+    heldout = opened(eval_data_path) if eval_data_path else None
     data = TrainHeldout(train, heldout)
-    made = _blended(data, tokenizer_model, vocab_size, maker, skip_bad=skip_bad, evaluates=eval_data_path != ())
+    evaluates = eval_data_path != ()
+    made = _blended(data, tokenizer_model, vocab_size, maker, status, skip_bad=text.skip_bad, evaluates=evaluates)
     return replace(made, notes=tuple(dict.fromkeys((*skipped, *made.notes))))
 
 
@@ -197,6 +216,7 @@ def of_conversations(
     seq_length: int,
     seed: int,
     skip_bad: bool = False,
+    status: Status = silent,
 ) -> Corpus:
     """Open, check, tokenize and pack conversations, as JSONL, parquet or prepared, for fine-tuning a decoder.
 
@@ -208,7 +228,7 @@ def of_conversations(
     _check_size(tokenizer, tokenizer_model, vocab_size)
     train = open_blend(data_path, ROW, notes.append)
     data = TrainHeldout(train, open_blend(eval_data_path, ROW, notes.append) if eval_data_path else None)
-    cache = TokenCache(tokenizer, Path(tokenizer_model), skip_bad, chat.settings(tokenizer))
+    cache = TokenCache(tokenizer, Path(tokenizer_model), skip_bad, chat.settings(tokenizer), status)
     packed = open_conversations(chat, cache, maker, data, notes.append)
     if packed.heldout is None and eval_data_path is None:
         raise DataError(
@@ -241,6 +261,7 @@ def _blended(
     tokenizer_model: str | None,
     vocab_size: int,
     maker: Maker,
+    status: Status,
     *,
     skip_bad: bool,
     evaluates: bool,
@@ -249,11 +270,12 @@ def _blended(
     tokenizer, path = (
         (load_tokenizer(tokenizer_model), Path(tokenizer_model))
         if tokenizer_model
-        else _own_tokenizer(data, maker.split, vocab_size, skip_bad)
+        else _own_tokenizer(data, maker.split, vocab_size, skip_bad, status)
     )
     _check_size(tokenizer, tokenizer_model, vocab_size)
     ids = tokenizer.size if tokenizer_model else vocab_size  # indexed files were not made by a tokenizer trained here
-    stores = open_stores(data, maker.split, TokenCache(tokenizer, path, skip_bad), ids, evaluates=evaluates)
+    cache = TokenCache(tokenizer, path, skip_bad, status=status)
+    stores = open_stores(data, maker.split, cache, ids, evaluates=evaluates)
     corpus = _corpus(maker.blended(stores, data, tokenizer), tokenizer, vocab_size, maker.collate)
     notes = (*stores.train.notes, *(stores.heldout.notes if stores.heldout else ()))
     return replace(corpus, stores=stores, notes=notes)
@@ -266,7 +288,9 @@ def _mock(tokenizer_model: str | None, vocab_size: int, maker: Maker) -> Corpus:
     return _corpus(maker.mock(tokenizer), tokenizer, vocab_size, maker.collate)
 
 
-def _streamed(name: str, field: str, tokenizer_model: str | None, vocab_size: int, maker: Maker) -> Corpus:
+def _streamed(
+    name: str, field: str, tokenizer_model: str | None, vocab_size: int, maker: Maker, status: Status
+) -> Corpus:
     """Return the corpus of a dataset whose rows are tokenised when samples need them."""
     if tokenizer_model:
         tokenizer = load_tokenizer(tokenizer_model)
@@ -276,7 +300,7 @@ def _streamed(name: str, field: str, tokenizer_model: str | None, vocab_size: in
         documents = (rows[i][field] for i in range(first))
         read_as = () if field == FIELD else (field,)
         texts = (text for text in documents if text)
-        tokenizer, _ = _trained(texts, vocab_size, name, str(rows._fingerprint), *read_as)
+        tokenizer, _ = _trained(texts, vocab_size, name, status, str(rows._fingerprint), *read_as)
     _check_size(tokenizer, tokenizer_model, vocab_size)
     return _corpus(maker.streamed(name, field, tokenizer), tokenizer, vocab_size, maker.collate)
 
@@ -294,7 +318,7 @@ def _is_mock(data_path: Sequence[str], eval_data_path: Sequence[str] | None) -> 
 
 
 def _own_tokenizer(
-    data: TrainHeldout[tuple[BlendSource, ...]], split: Split, vocab_size: int, skip_bad: bool
+    data: TrainHeldout[tuple[BlendSource, ...]], split: Split, vocab_size: int, skip_bad: bool, status: Status
 ) -> tuple[Tokenizer, Path | None]:
     """Train a tokenizer of ``vocab_size`` ids on the training documents, once; return it and its file.
 
@@ -315,10 +339,12 @@ def _own_tokenizer(
     documents = all_documents(sources, BadRecords(stops=not skip_bad))
     if not data.heldout:
         documents = (text for text in documents if split.side(text) == 0)
-    return _trained(documents, vocab_size, names, sources_hash(sources), apart, str(LONGEST_LINE))
+    return _trained(documents, vocab_size, names, status, sources_hash(sources), apart, str(LONGEST_LINE))
 
 
-def _trained(documents: Iterator[str], vocab_size: int, names: str, *key: str) -> tuple[Tokenizer, Path]:
+def _trained(
+    documents: Iterator[str], vocab_size: int, names: str, status: Status, *key: str
+) -> tuple[Tokenizer, Path]:
     """Return the tokenizer trained on these documents, from the cache if it is there, and its file."""
     import sentencepiece
 
@@ -328,12 +354,13 @@ def _trained(documents: Iterator[str], vocab_size: int, names: str, *key: str) -
     entry = hash_parts(str(TRAINING_VERSION), sentencepiece.__version__, content, str(vocab_size), *more)
 
     def make(path: Path) -> None:
+        status(f"training a tokenizer of {vocab_size:,} ids", 0, 0, "")
         first = next(documents, None)
         if first is None:
             raise DataError(f"{names}: the corpus contains no documents to train on")
         path.write_bytes(train(chain([first], documents), vocab_size))
 
-    path = make_once(f"tokenizers/{entry}.model", make)
+    path = make_once(f"tokenizers/{entry}.model", make, status)
     return SentencePieceTokenizer(path.read_bytes(), name=str(path)), path
 
 

@@ -23,7 +23,7 @@ from megapar.data.text.source import MOCK, PYTHON, open_sources, unread_bytes
 from megapar.data.tokens.indexed import without_suffix
 from megapar.data.tokens.prepared import hashes_path, index_hash
 from megapar.errors import DataError, listed
-from megapar.files.data_files import FIELD, bare_name
+from megapar.files.data_files import FIELD, PARAGRAPH, bare_name
 from megapar.files.data_object import BEGAN
 from megapar.files.location import at
 from megapar.files.regular_file import read_regular_text
@@ -56,18 +56,20 @@ class Fingerprint:
     named: bool = False
 
 
-def fingerprints_of(paths: Sequence[str], field: str = FIELD, *, may_read: bool = True) -> tuple[Fingerprint, ...]:
+def fingerprints_of(
+    paths: Sequence[str], field: str = FIELD, *, per: str = PARAGRAPH, may_read: bool = True
+) -> tuple[Fingerprint, ...]:
     """Return the fingerprints of the sources that ``--data-path`` names, in order, or in that of their names.
 
-    ``field`` is that of ``source.open_sources``; without ``may_read``, only the cache is used. Raises DataError if a
-    source cannot be read.
+    ``field`` and ``per`` are those of ``source.open_sources``; without ``may_read``, only the cache is used. Raises
+    DataError if a source cannot be read.
     """
     if list(paths) == [MOCK]:
         return (Fingerprint("mock", "mock", None, ""),)
     if len(paths) == 1 and paths[0].startswith(PYTHON):
         return (Fingerprint(paths[0], paths[0], None, ""),)  # the caller's name stands for the content
     groups = groups_of(paths)
-    fingerprints = [_of_group(group, field, may_read) for group in groups]
+    fingerprints = [_of_group(group, field, per, may_read) for group in groups]
     if groups and groups[0].name:
         pairs = zip(groups, fingerprints, strict=True)
         fingerprints = [replace(each, name=group.name, named=True) for group, each in pairs]
@@ -81,14 +83,14 @@ def fingerprints_of(paths: Sequence[str], field: str = FIELD, *, may_read: bool 
     return (Fingerprint(names, whole, None, cut, sum(each.unread for each in fingerprints)),)
 
 
-def _of_group(group: Group, field: str, may_read: bool) -> Fingerprint:
+def _of_group(group: Group, field: str, per: str, may_read: bool) -> Fingerprint:
     names = listed(group.paths, _NAMES)
     if any(is_stored(path) and path not in BEGAN for path in group.paths):  # known when a run has looked at it
         return Fingerprint(names, None, group.weight, BY_TEXT)
     by_text = not group.indexed or hashes_path(group.paths[0]).exists()
     cut = BY_TEXT if by_text else BY_POSITION
     try:
-        value = _indexed(group.paths[0], may_read) if group.indexed else _texts(group.paths, field, may_read)
+        value = _indexed(group.paths[0], may_read) if group.indexed else _texts(group.paths, field, per, may_read)
     except Unread as unread:
         return Fingerprint(names, None, group.weight, cut, unread.bytes)
     except OSError as error:
@@ -96,12 +98,11 @@ def _of_group(group: Group, field: str, may_read: bool) -> Fingerprint:
     return Fingerprint(names, value, group.weight, cut)
 
 
-def _texts(paths: Sequence[str], field: str, may_read: bool) -> str:
+def _texts(paths: Sequence[str], field: str, per: str, may_read: bool) -> str:
     """Return the hash of ``source.sources_hash``, which also names the tokens of the same text in the cache."""
     try:
-        return hash_parts(
-            *(source.content_hash(may_read=may_read) for source in open_sources(paths, field, may_read=may_read))
-        )
+        sources = open_sources(paths, field, per=per, may_read=may_read)
+        return hash_parts(*(source.content_hash(may_read=may_read) for source in sources))
     except Unread:  # it counts only the first unread file
         raise Unread(unread_bytes(paths, field)) from None
 

@@ -26,7 +26,7 @@ from megapar.data.sampling.samples import (
 )
 from megapar.data.sampling.streaming import RowSpans, RowWindows, StreamedRows, split_rows
 from megapar.data.tasks.build import TaskData, collate_tasks
-from megapar.data.text.source import BUILTIN
+from megapar.data.text.source import BUILTIN, TEXT_FILE
 from megapar.data.tokenizers.tokenizer import Tokenizer
 from megapar.data.tokens.split import Split, TrainHeldout
 from megapar.data.tokens.store import StoreBlend, TokenStore
@@ -39,7 +39,8 @@ MOST_NAMES = 3  # file names of one corpus that are shown
 class Content:
     """Counts of the training or the held-out documents of one corpus for the log; None where they are not counted.
 
-    ``samples`` are those of one epoch, ``weight`` is that in a mixture, ``what`` the documents are.
+    ``samples`` are those of one epoch, ``weight`` is that in a mixture, ``what`` the documents are, ``cut_files`` of
+    text are cut at blank lines.
     """
 
     name: str
@@ -48,9 +49,17 @@ class Content:
     samples: int | None
     weight: Fraction | None = None
     what: str = "documents"
+    cut_files: int = 0
+
+    @property
+    def mean(self) -> float | None:
+        """Tokens of a document on average."""
+        return self.tokens / self.documents if self.tokens is not None and self.documents else None
 
     def __str__(self) -> str:
-        counts = [(self.documents, self.what), (self.tokens, "tokens")]
+        shows_mean = self.mean is not None and self.what != CONVERSATIONS
+        what = f"{self.what} of {self.mean:,.0f} tokens on average" if shows_mean else self.what
+        counts = [(self.documents, what), (self.tokens, "tokens")]
         counts += [(self.samples, "packs")] if self.what == CONVERSATIONS else []
         counted = [f"{count:,} {unit}" for count, unit in counts if count is not None]
         weight = [] if self.weight is None else [f"weight {float(self.weight):g}"]
@@ -61,8 +70,8 @@ def contents_of(sources: Sequence[BlendSource], blend: StoreBlend, pieces: Seque
     """Return the counts of every store of a blend. ``sources`` and ``pieces`` are in the order of the stores."""
     rows = zip(sources, blend.stores, pieces, strict=True)
     return tuple(
-        Content(_name(source), store.documents, len(store.tokens), len(piece), source.weight)
-        for source, store, piece in rows
+        Content(_name(one), store.documents, len(store.tokens), len(piece), one.weight, cut_files=one.count(TEXT_FILE))
+        for one, store, piece in rows
     )
 
 

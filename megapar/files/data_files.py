@@ -29,6 +29,9 @@ JSONL = (".jsonl", ".json", ".ndjson")
 FIELD = "text"
 """Field of a JSONL record, and column of a parquet file, that contains the document."""
 
+AUTO, FILE, PARAGRAPH = "auto", "file", "paragraph"
+"""Values of --document-per: what a document of text files is."""
+
 ROW = ""
 """In place of a field or column: records are read whole."""
 
@@ -165,6 +168,13 @@ def refusal_of(file: DataFile) -> str:
     command = f"datasets.Dataset.from_csv('{path}'{separator}).to_parquet('{path.with_suffix(PARQUET)}')"
     convert = f'python -c "import datasets; {command}", and name its text column with --text-field'
     return NO_TEXT.get(kind, "").format(convert=convert)
+
+
+def may_be_text(words: Iterable[str]) -> bool:
+    """Return True if one of the words of ``--data-path`` may name text files, by its name."""
+    names = [split_name(word)[1] for word in words if not NUMBER.fullmatch(word)]
+    files = [Path(name) for name in names if name not in ("builtin", "mock")]
+    return any(kind_of(file) not in (*JSONL, PARQUET, *INDEXED) for file in files)
 
 
 class Listing(NamedTuple):

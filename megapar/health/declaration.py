@@ -259,7 +259,8 @@ def _data(config: Config) -> dict[str, str]:
     data = config.data
     read = DataFacts.of(config)
     facts = _sources("the data", read.sources)
-    heldout = fingerprints_of(data.eval_data_path, data.text_field) if data.eval_data_path else ()
+    paths, per = data.eval_data_path, data.document_per
+    heldout = fingerprints_of(paths, data.text_field, per=per) if paths else ()
     facts |= _sources("--eval-data-path", heldout)
     for name, path in named_tasks(data.eval_tasks):
         facts[f"the content of task {name}"] = at(path).sha256()[:_SHOWN]

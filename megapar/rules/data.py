@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from megapar.files.data_files import NUMBER, blend_of, split_name
+from megapar.files.data_files import NUMBER, blend_of, may_be_text, split_name
 from megapar.files.task_file import named_tasks
 from megapar.schema.batch_size import BatchSize
 from megapar.schema.flag import MOE
@@ -126,12 +126,13 @@ _TUNING: tuple[Rule, ...] = (
         id="sft-packing",
         reads=("task", "sft_packing", "given", "requested"),
         requires=lambda f: (
-            not f.given & {"packing", "text_field", "eod_mask_loss"}
+            not f.given & {"packing", "text_field", "document_per", "eod_mask_loss"}
             and all(f.requested[name] == (f.sft_packing == "best_fit") for name in f.given & _APART)
         ),
         message=(
             "--task sft keeps conversations apart by itself (--sft-packing) and knows their fields: --packing, "
-            "--reset-position-ids, --reset-attention-mask, --eod-mask-loss and --text-field are for text"
+            "--reset-position-ids, --reset-attention-mask, --eod-mask-loss, --text-field and --document-per are for "
+            "text"
         ),
         fix="Leave them out; --sft-packing pad places one conversation in each sample.",
         passing=f"{_SFT} --sft-packing pad",
@@ -354,6 +355,16 @@ RULES: tuple[Rule, ...] = (
         failing="--text-field content --data-path mock",
     ),
     _row(
+        id="document-per",
+        reads=("document_per", "data_source", "not_default", "data_path", "eval_data_path"),
+        when=lambda f: "document_per" in f.not_default and f.data_source != "hf",
+        requires=lambda f: may_be_text((*f.data_path, *f.eval_data_path)),
+        message="--document-per says what a document of text files is, and has no effect without any",
+        fix="Set --data-path to text files, or leave --document-per out.",
+        passing="--document-per file --data-path a.txt b.txt",
+        failing="--document-per file --data-path a.jsonl",
+    ),
+    _row(
         id="packing-off",
         reads=("packing", *_BOUNDARIES),
         when=lambda f: not f.packing,
@@ -377,9 +388,10 @@ RULES: tuple[Rule, ...] = (
         id="hf-source-alone",
         reads=("data_source", "not_default"),
         when=lambda f: f.data_source == "hf",
-        requires=lambda f: not f.not_default & {"data_path", "eval_data_path", "on_bad_record"},
+        requires=lambda f: not f.not_default & {"data_path", "eval_data_path", "document_per", "on_bad_record"},
         message=(
-            "--data-source hf reads only --hf-dataset; --data-path, --eval-data-path and --on-bad-record have no effect"
+            "--data-source hf reads only --hf-dataset; --data-path, --eval-data-path, --document-per and "
+            "--on-bad-record have no effect"
         ),
         fix="Leave them out, or leave --data-source hf out.",
         passing="--data-source hf --hf-dataset corpus --split 90,10",

@@ -9,7 +9,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megapar.config.run import SFT
+from megapar.core.status_line import StatusLine
 from megapar.errors import DataError, MegaparError
+from megapar.files.data_files import AUTO
 from megapar.files.disk import write_file
 from megapar.health.stop.process import cores
 from megapar.tools import sample_view
@@ -49,6 +51,7 @@ def _inputs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hf-dataset", metavar="PATH", help="a datasets source on this machine")
     parser.add_argument("--hf-split", default="train", help="split of the datasets source (default: train)")
     parser.add_argument("--field", default="text", help="JSONL field or column of the document (default: text)")
+    sample_view.add_run_flags(parser, ("document_per",))
     parser.add_argument(
         "--on-bad-record",
         choices=("stop", "skip"),
@@ -64,7 +67,7 @@ def _prepare_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=count, default=cores(), help="number of processes (default: all cores)")
     parser.add_argument("--no-append-eod", action="store_true", help="do not append the end token to each document")
     parser.add_argument("--overwrite", action="store_true", help="replace existing files")
-    sample_view.add_chat_flags(parser.add_argument_group("as in a run"))
+    sample_view.add_run_flags(parser.add_argument_group("as in a run"))
     parser.set_defaults(run=_prepare)
 
 
@@ -76,7 +79,7 @@ def _prepare(args: argparse.Namespace) -> int:
     if not args.input and args.hf_dataset is None:
         print("megapar data prepare: pass --input or --hf-dataset", file=sys.stderr)
         return 2
-    ignored = {"field": "text", "no_append_eod": False}
+    ignored = {"field": "text", "document_per": AUTO, "no_append_eod": False}
     if args.task != SFT:
         ignored = {"chat_template": None, "chat_date": None, "sft_turns": "all"}
     if given := [name for name, default in ignored.items() if getattr(args, name) != default]:
@@ -85,23 +88,23 @@ def _prepare(args: argparse.Namespace) -> int:
         return 2
     chat = sample_view.chat_options(args) if args.task == SFT else None
     start = time.monotonic()
-    shown = _Progress()
-    done: Done = prepare(
-        args.output,
-        args.input,
-        args.tokenizer_model,
-        workers=args.workers,
-        dataset=args.hf_dataset,
-        split=args.hf_split,
-        field=args.field,
-        append_end=not args.no_append_eod,
-        skip_bad=args.on_bad_record == "skip",
-        report=_report,
-        overwrite=args.overwrite,
-        chat=None if chat is None else chat.settings_of(args.tokenizer_model),
-        progress=lambda finished, chunks, result: shown.show(finished, chunks, result.tokens),
-    )
-    shown.close()
+    with StatusLine.on(sys.stderr) as status:
+        done: Done = prepare(
+            args.output,
+            args.input,
+            args.tokenizer_model,
+            workers=args.workers,
+            dataset=args.hf_dataset,
+            split=args.hf_split,
+            field=args.field,
+            per=args.document_per,
+            append_end=not args.no_append_eod,
+            skip_bad=args.on_bad_record == "skip",
+            report=_report,
+            overwrite=args.overwrite,
+            chat=None if chat is None else chat.settings_of(args.tokenizer_model),
+            status=status,
+        )
     seconds = time.monotonic() - start
     what = "documents" if chat is None else "conversations"
     print(
@@ -115,36 +118,6 @@ def _prepare(args: argparse.Namespace) -> int:
 
 def _report(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-class _Progress:
-    """Progress on standard error: a bar on a terminal, otherwise a line every ten seconds."""
-
-    def __init__(self) -> None:
-        self._start = self._shown = time.monotonic()
-        self._bar = None
-        if sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-            texts = map(TextColumn, ("{task.completed}/{task.total} chunks", "{task.fields[rate]}"))
-            columns = (BarColumn(), *texts, TimeRemainingColumn())
-            self._bar = Progress(*columns, console=Console(stderr=True), auto_refresh=False)
-            self._task = self._bar.add_task("", total=None, rate="")
-            self._bar.start()
-
-    def show(self, finished: int, chunks: int, tokens: int) -> None:
-        now = time.monotonic()
-        rate = f"{tokens / max(now - self._start, 1e-9):,.0f} tokens/s"
-        if self._bar is not None:
-            self._bar.update(self._task, completed=finished, total=chunks, rate=rate, refresh=True)
-        elif now - self._shown >= 10:
-            self._shown = now
-            print(f"{finished}/{chunks} chunks, {tokens:,} tokens, {rate}", file=sys.stderr, flush=True)
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
 
 
 def _check_flags(parser: argparse.ArgumentParser) -> None:
@@ -203,8 +176,10 @@ def _train(args: argparse.Namespace) -> int:
     ):
         raise DataError(f"--output {output} already exists; pass another file, or --overwrite to replace an old model")
     bad, numbers = BadRecords(stops=args.on_bad_record == "stop"), LineNumbers()
-    chunks = input_chunks(args.input, args.hf_dataset, args.hf_split, args.field, _report)
-    model = train((text for chunk in chunks for text in chunk.documents(bad, numbers)), args.vocab_size)
+    chunks = input_chunks(args.input, args.hf_dataset, args.hf_split, args.field, _report, per=args.document_per)
+    with StatusLine.on(sys.stderr) as status:
+        status(f"training a tokenizer of {args.vocab_size:,} ids", 0, 0, "")
+        model = train((text for chunk in chunks for text in chunk.documents(bad, numbers)), args.vocab_size)
     output.parent.mkdir(parents=True, exist_ok=True)
     write_file(output, model)
     tokenizer = SentencePieceTokenizer(model, name=args.output)

@@ -32,12 +32,14 @@ from megapar.checkpoints.format.names import (
 from megapar.checkpoints.ownership.data_facts import SEPARATE, DataFacts
 from megapar.checkpoints.ownership.identity import RECORD, Identity
 from megapar.config.report import refusal
+from megapar.config.run import SFT
 from megapar.data.corpus import DEFAULT_SPLIT
 from megapar.data.eval_tasks import OF_TASK
 from megapar.data.sampling.skipping import sample_at
 from megapar.data.text.source import MOCK
 from megapar.data.tokenizers.ids import known_facts, same_ids
 from megapar.errors import CheckpointError, Complaint, ConfigError, DataError, MegaparError
+from megapar.files.data_files import may_be_text
 from megapar.files.location import Location, at
 from megapar.files.tokenizer_files import FACTS, FOLDER
 from megapar.files.uri import refuse_wrong
@@ -129,6 +131,9 @@ def trainer_line(argv: Sequence[str]) -> tuple[str, ...]:
     data, tokenizer = _data(identity, options, rest), [] if identity is None else _tokenizer(identity, options)
     if data == _NO_DATA and not tokenizer and (root / FOLDER / FACTS).is_file():
         tokenizer = ["--tokenizer-model", str(root / FOLDER)]
+    if identity is not None and identity.flags.get("task") != SFT and "--document-per" not in rest:
+        text = may_be_text((*(options.data_path or ()), *(options.eval_data_path or ())))
+        data += ["--document-per", identity.document_per] if text else []
     return (spec.kind, *recorded, *load, *data, *tokenizer, *NO_TRAINING, *rest)
 
 
@@ -158,6 +163,7 @@ def _recorded(kind: str, identity: Identity, seq_length: int) -> list[str]:
     A checkpoint records every value, but a flag that is given though another one switches it off is refused.
     """
     recorded: dict[str, Any] = {**identity.flags, "seq_length": seq_length, "seed": identity.data.seed}
+    recorded.pop("document_per", None)  # an option of text
     wanted = {}
     for name, flag in FLAGS.items():
         if name in recorded and kind in flag.models and (flag.group in _GROUPS or name in _OF_SAMPLES):

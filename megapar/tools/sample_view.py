@@ -85,7 +85,7 @@ def page(rows: Sequence[Stretch], title: str) -> str:
     return f"{head}<h1>{title}</h1><pre>{''.join(parts)}</pre></html>\n"
 
 
-def add_chat_flags(parser: argparse._ActionsContainer, names: Sequence[str] = ("task", *_ENCODING)) -> None:
+def add_run_flags(parser: argparse._ActionsContainer, names: Sequence[str] = ("task", *_ENCODING)) -> None:
     """Add flags of a run, with its meaning of them: by default those that decide the tokens of conversations."""
 
     def value(flag: Flag, text: str) -> Any:
@@ -105,7 +105,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("paths", nargs="+", metavar="PATH", help="as in --data-path: files, folders, prefixes, weights")
     parser.add_argument("--sample", type=int, default=0, metavar="N", help="number of the sample of a run (default: 0)")
     parser.add_argument("--html", metavar="FILE", help="also write a page")
-    add_chat_flags(parser.add_argument_group("as in a run"), (*_OF_A_RUN, "sft_overlong"))
+    add_run_flags(parser.add_argument_group("as in a run"), (*_OF_A_RUN, "sft_overlong", "document_per"))
     parser.set_defaults(run=show, task=SFT)
 
 
@@ -119,14 +119,15 @@ def chat_options(args: argparse.Namespace) -> ChatOptions:
 
 def show(args: argparse.Namespace) -> int:
     """Print a sample, and write its page. Return the exit status."""
-    from megapar.data.corpus import build, of_conversations
+    from megapar.data.corpus import TextOptions, build, of_conversations
     from megapar.data.tokenizers.load import load_tokenizer
 
     if args.sample < 0 or args.tokenizer_model is None:
         raise DataError("samples are numbered from 0, and need --tokenizer-model")
     run = {"data_path": args.paths, "eval_data_path": (), "vocab_size": load_tokenizer(args.tokenizer_model).size}
     run |= {name: getattr(args, name) for name in ("tokenizer_model", "split", "seq_length", "seed")}
-    corpus = of_conversations(chat_options(args), **run) if args.task == SFT else build("moe", **run)
+    text = TextOptions(per=args.document_per)
+    corpus = of_conversations(chat_options(args), **run) if args.task == SFT else build("moe", **run, text=text)
     rows = list(stretches(corpus.train[args.sample], corpus))
     title = f"sample {args.sample} of {', '.join(args.paths)}"
     tokens, learned = (sum(row.last + 1 - row.first for row in some) for some in (rows, [r for r in rows if r.weight]))

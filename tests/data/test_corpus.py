@@ -16,6 +16,7 @@ import pytest
 
 from megapar.data import Corpus, build
 from megapar.data.blend import open_blend, open_stores
+from megapar.data.corpus import TextOptions
 from megapar.data.text.source import all_documents, open_sources
 from megapar.data.tokenizers.sentencepiece_tokenizer import train
 from megapar.data.tokenizers.tokenizer import MockTokenizer
@@ -105,6 +106,30 @@ def test_eval_data_apart_and_splits(tmp_path: Path, small_jsonl: Path) -> None:
             Split.parse(wrong)
 
 
+def test_a_folder_of_texts_is_a_document_a_file_for_a_decoder(tmp_path: Path, small_jsonl: Path) -> None:
+    model, folder = tmp_path / "t.model", tmp_path / "texts"
+    model.write_bytes(train(all_documents(open_sources([str(small_jsonl)])), 600))
+    folder.mkdir()
+    for number in range(40):
+        (folder / f"{number}.txt").write_text(f"The first part of {number}.\n\nA second one.\n\nThe end {number}.\n")
+    options = {**SMALL, "tokenizer_model": str(model), "seq_length": 8, "split": "80,20", "data_path": [str(folder)]}
+
+    def read(kind: str, per: str | None) -> tuple[int, int]:
+        made = build(kind, **options, text=TextOptions(per=per))
+        content = made.contents[0]
+        assert content.mean == pytest.approx(content.tokens / content.documents)
+        assert f"{content.documents:,} documents of {content.mean:,.0f} tokens on average, " in str(content)
+        return sum(one.documents for one in (*made.contents, *made.heldout_contents)), content.cut_files
+
+    assert read("moe", None) == read("moe", "file") == read("ernie", "file") == (40, 0)
+    assert read("moe", "paragraph") == read("ernie", None) == read("ernie", "paragraph") == (120, 40)
+    (folder / "0.txt").rename(tmp_path / "alone.txt")
+    with pytest.raises(
+        DataError, match=r"pass more documents \(--document-per paragraph cuts files at blank lines\), "
+    ):
+        build("moe", **{**options, "data_path": [str(tmp_path / "alone.txt")]}, text=TextOptions(per="file"))
+
+
 def test_what_cannot_be_split_or_used_is_refused(tmp_path: Path, small_jsonl: Path) -> None:
     single, blank = tmp_path / "single.txt", tmp_path / "blank.txt"
     single.write_text("One document only, of words enough.\n" * 3 + "\n")
@@ -145,7 +170,7 @@ def test_what_was_read_under_another_longest_line_is_read_again(
     path, model = tmp_path / "a.jsonl", tmp_path / "t.model"
     path.write_text(small_jsonl.read_text() + json.dumps({"text": "a longer text " * 100}) + "\n")
     model.write_bytes(train(all_documents(open_sources([str(small_jsonl)])), 600))
-    more = {"split": "100,0", "skip_bad": True, **({} if own else {"tokenizer_model": str(model)})}
+    more = {"split": "100,0", "text": TextOptions(skip_bad=True), **({} if own else {"tokenizer_model": str(model)})}
 
     def documents(longest: int) -> tuple[int, str]:
         monkeypatch.setattr("megapar.data.text.chunks._BLOCK_BYTES", 512)  # below it, as in earnest

@@ -23,6 +23,7 @@ from megapar.data.tokens.token_cache import TokenCache
 from megapar.errors import DataError
 from megapar.files import bucket as bucket_files
 from megapar.files import data_object, objects
+from megapar.files.data_files import AUTO
 from megapar.files.data_object import DataObject, find, found_at
 from megapar.files.location import Location, at
 from megapar.files.objects import ObjectHead, Objects
@@ -90,6 +91,10 @@ def test_the_tokens_of_a_store_are_those_of_a_disk_and_only_they_are_kept(
     there = _tokens(open_sources(items))
     assert {path.name for path in cache.iterdir()} == {"footers", "tokens"}
     assert there == _tokens(open_sources([str(tmp_path / "files")]))
+    whole = [list(all_documents(open_sources([one], per=AUTO))) for one in (items[0], str(tmp_path / "files"))]
+    assert whole[0] == whole[1]
+    lines = [text.rstrip() for text in TEXTS]
+    assert {"\n\n".join(lines), "\n".join(lines[:900]), "\n\n".join(lines[:700])} < set(whole[0])
 
 
 def test_bytes_are_asked_for_once(

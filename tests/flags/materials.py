@@ -25,6 +25,9 @@ def make(folder: Path) -> None:
     _text(folder / "other.jsonl", seed=2)
     lines = (folder / "text.jsonl").read_text().splitlines()
     (folder / "broken.jsonl").write_text("\n".join([*lines[:20], "{not json", *lines[20:]]) + "\n")
+    (folder / "texts").mkdir()
+    for number, line in enumerate(lines):
+        (folder / "texts" / f"{number}.txt").write_text("\n\n".join(json.loads(line).values()))
     (folder / "phrases.txt").write_text("\n".join(f"{one} {other}" for one in WORDS for other in WORDS) + "\n")
     _triples(folder / "triples.tsv", seed=3)
     _triples(folder / "other_triples.tsv", seed=4)

@@ -244,6 +244,7 @@ TOGETHER: Mapping[str, Shown] = {
     # data
     "data_path": Shown(base={"vocab_size": 400}, value=("{text.jsonl}",)),
     "text_field": Shown(base=TEXT, value="title"),
+    "document_per": Shown(base={**TEXT, "data_path": ("{texts}",)}, value="paragraph"),
     "eval_data_path": Shown(base={**TEXT, "eval_interval": 1}, value=("{other.jsonl}",)),
     "eval_tasks": Shown(
         base={**TEXT, "eval_interval": 1, "tokenizer_model": "{tokenizer.model}"}, value=("{quiz.jsonl}",)

@@ -239,6 +239,7 @@ PROOFS: dict[str, Proof] = {
     "train-epochs": Proof(argument="two flags would say how long the run is"),
     "split-mock": Proof(idle=("split",)),
     "text-field": Proof(idle=("text_field",)),
+    "document-per": Proof(idle=("document_per",)),
     "packing-off": Proof(idle=("reset_attention_mask",)),
     "hf-source": Proof("--hf-dataset corpus", idle=("hf_dataset",)),
     "hf-source-alone": Proof(argument="files that are named would not be read"),

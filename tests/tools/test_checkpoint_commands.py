@@ -105,6 +105,21 @@ def test_the_record_of_every_configuration_gives_its_model_on_one_rank(name: str
     assert {name: again[name] for name in model} == {name: identity.flags[name] for name in model}
 
 
+def test_text_is_read_as_the_run_read_it(run: Run, tmp_path: Path) -> None:
+    def whole(identity: dict[str, Any]) -> None:
+        identity["flags"]["document_per"] = "file"
+
+    def older(identity: dict[str, Any]) -> None:
+        del identity["flags"]["document_per"]
+
+    for change, per in ((whole, "file"), (older, "paragraph")):
+        line = [str(again(run, tmp_path / per, change)), "--data-path"]
+        found = evaluate.trainer_line([*line, "texts"])
+        assert found[found.index("--document-per") + 1] == per
+        assert "--document-per" not in evaluate.trainer_line([*line, "my.jsonl"])
+        assert evaluate.trainer_line([*line, "texts", "--document-per", "auto"]).count("--document-per") == 1
+
+
 def test_other_text_is_held_out_as_a_whole(run: Run) -> None:
     line = evaluate.trainer_line([str(run.saved), "--eval-data-path", "0.5", "a.jsonl", "0.5", "b.jsonl"])
     at = line.index("--eval-data-path")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -120,6 +122,26 @@ def test_both_doors_write_the_same_model_and_it_is_read_again(flags: str, tmp_pa
     config = parse("moe", ["--load-hf", str(tmp_path / "direct"), "--seq-length", "16"], {})
     assert config.model.head_dim == (12 if "head-dim" in flags else 8)
     assert config.model.qk_norm == ("qk-norm" in flags)
+
+
+def test_evaluations_and_exports_say_how_far_they_are(tmp_path: Path) -> None:
+    heard: list[tuple[str, int, int, str]] = []
+
+    def hears(*now: Any) -> None:
+        heard.append(now)
+
+    with patch.object(PlainTerminal, "status", lambda self: nullcontext(hears)):
+        run(f"--qk-norm --eval-interval 1 --eval-iters 2 --save-hf {tmp_path}/direct", tmp_path)
+    assert heard[:4] == [("evaluating", done, 4, "samples") for done in (1, 2, 3, 4)]
+    total = heard[4][2]
+    assert heard[4:] == [("exporting", done, total, "tensors") for done in range(total)]
+    heard.clear()
+    hf_to_megapar(tmp_path / "direct", tmp_path / "made", hears)
+    total = heard[0][2]
+    assert heard == [("converting", done, total, "tensors") for done in range(total)]
+    heard.clear()
+    made = megapar_to_hf(tmp_path / "made", tmp_path / "out", status=hears)
+    assert heard == [("converting", done, made.tensors, "tensors") for done in range(made.tensors)]
 
 
 def test_every_limit_is_a_row_or_cannot_be_asked_for() -> None:

@@ -60,7 +60,7 @@ class DataFacts:
         if data.data_source == "hf":
             sources: tuple[Fingerprint, ...] = (fingerprint_of_dataset(str(data.hf_dataset), data.text_field),)
         else:
-            sources = fingerprints_of(data.data_path, data.text_field, may_read=may_read)
+            sources = fingerprints_of(data.data_path, data.text_field, per=data.document_per, may_read=may_read)
         split = SEPARATE if data.eval_data_path else data.split or DEFAULT_SPLIT
         knowledge = knowledge_of(config, may_read=may_read)
         return cls(sources, split, config.training.seed, config.model.seq_length, knowledge)

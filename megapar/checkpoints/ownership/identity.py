@@ -31,6 +31,7 @@ from megapar.core.optimizer.states import states_of
 from megapar.data.sampling.skipping import effective, merged, parse_range, sample_at
 from megapar.data.tokenizers.ids import Facts, known_facts, same_ids
 from megapar.errors import Complaint, DataError
+from megapar.files.data_files import PARAGRAPH
 from megapar.files.location import Location
 from megapar.model.decoder.sizes import DENSE_BLOCK
 from megapar.model.ernie.table import SOP
@@ -83,6 +84,11 @@ class Identity:
         own = self.phases[first].data
         named = {source.name: source for source in planned}
         return own if first == len(self.phases) - 1 else replace(own, sources=tuple(named.values()))
+
+    @property
+    def document_per(self) -> str:
+        """Meaning of a document in its text; for a checkpoint that does not record it, as it was then."""
+        return str(self.flags.get("document_per", PARAGRAPH))
 
     def to_json(self) -> dict[str, Any]:
         """Return the identity as JSON values for a checkpoint's scalars."""
@@ -176,6 +182,9 @@ def refused(
         message = f"{where} was trained on other data: {'; '.join(difference.text for difference in open_)}."
         names = ",".join(dict.fromkeys((*config.data.override_data, *(difference.field for difference in open_))))
         fix = f"Pass the data that it was trained with, or --override-data {names} to continue with the given data."
+        per, here = there.document_per, config.data.document_per
+        if per != here and any(difference.field == "sources" for difference in open_):
+            fix += f" Text was read with --document-per {per} there, and with {here} here."
         complaints.append(Complaint("checkpoint-data", message, fix))
     return complaints
 

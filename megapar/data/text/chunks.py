@@ -2,8 +2,9 @@
 
 Text and JSONL files are cut every 16 MiB, files below 4 GiB into 256 chunks of at least 1 MiB, and the end of a file
 four times as finely, so that workers finish together. A chunk contains the documents that begin in its bytes. A
-compressed file is one chunk, because it can only be read from its beginning. Parquet files are cut by row groups,
-``datasets`` sources every 8,192 rows. ``BadRecords`` counts the broken records of all chunks, or refuses the first one.
+compressed file is one chunk, because it can only be read from its beginning, and so is one that is a document. Parquet
+files are cut by row groups, ``datasets`` sources every 8,192 rows. ``BadRecords`` counts the broken records of all
+chunks, or refuses the first one.
 """
 
 from __future__ import annotations
@@ -52,9 +53,11 @@ class BadRecords:
         self._stops = stops
 
     def add(self, error: DataError) -> None:
-        """Count one skipped record, or raise ``error``."""
-        if self._stops:
+        """Count one skipped record, or raise ``error`` with the flag that would skip it."""
+        if self._stops and "--on-bad-record" in str(error):
             raise error
+        if self._stops:
+            raise DataError(f"{error}; repair or remove the record, or set --on-bad-record skip") from error
         self.count += 1
         if len(self.first) < self.KEPT:
             self.first.append(str(error))
@@ -112,7 +115,8 @@ class TextChunk:
     """A range of one input.
 
     Attributes:
-        kind: jsonl, lines, blank (documents between blank lines), parquet, or rows (of a ``datasets`` source).
+        kind: jsonl, lines, blank (documents between blank lines), whole (the file is one document), parquet, or rows
+            (of a ``datasets`` source).
         path: The file; for a ``datasets`` source, its name and split with a zero character between them.
         first: The first byte of a file, row group of a parquet file, or row.
         last: The end of the range, excluded.
@@ -165,7 +169,7 @@ def _placed(place: str, error: DataError) -> DataError:
 
 def file_chunks(kind: str, path: DataFile, field: str = FIELD) -> list[TextChunk]:
     """Return the chunks of a text or JSONL file."""
-    stretches = [(0, _END)] if is_compressed(path) else _stretches(size_of(path))
+    stretches = [(0, _END)] if kind == "whole" or is_compressed(path) else _stretches(size_of(path))
     return [TextChunk(kind, str(path), *stretch, field, getattr(path, "head", None)) for stretch in stretches]
 
 
@@ -325,6 +329,36 @@ def _blank(chunk: TextChunk, lines: _Lines, bad: BadRecords) -> Iterator[str]:
         yield "\n".join(document)
 
 
+def _whole(chunk: TextChunk, lines: _Lines, bad: BadRecords) -> Iterator[str]:
+    """Yield the file as one document, without white space at the ends of lines; nothing if it is broken or too long."""
+    document, size = list[str](), 0
+    for _, line in lines.places():
+        text, error = _stripped(line)
+        size += LONGEST_LINE + 1 if line is None else len(line)
+        if size > LONGEST_LINE:
+            bad.add(_file_too_long(chunk.file))
+            return
+        if error is not None:
+            bad.add(lines.refuse(error))
+            return
+        document.append(text or "")
+    if text := "\n".join(document).strip("\n"):
+        yield text
+
+
+def refuse_too_long(file: DataFile) -> None:
+    """Raise DataError if a file has more bytes than one document may have."""
+    if size_of(file) > LONGEST_LINE:
+        raise _file_too_long(file)
+
+
+def _file_too_long(file: DataFile) -> DataError:
+    return DataError(
+        f"{file}: it has more than {LONGEST_LINE:,} bytes, the maximum for one document; set --document-per paragraph "
+        "to end documents at blank lines, split the file, or set --on-bad-record skip"
+    )
+
+
 def _stripped(line: bytes | None) -> tuple[str | None, DataError | None]:
     """Return (text, error): the text is "" for a blank line, and None if it is too long or not UTF-8 (an error)."""
     try:
@@ -404,6 +438,7 @@ _LINE_READERS: dict[str, Callable[[TextChunk, _Lines, BadRecords], Iterator[str]
     "jsonl": partial(_by_line, _record),
     "lines": partial(_by_line, _line),
     "blank": _blank,
+    "whole": _whole,
 }
 _ROW_READERS: dict[str, Callable[[TextChunk], Iterator[tuple[str, dict[str, Any]]]]] = {
     "parquet": _parquet,

@@ -14,12 +14,15 @@ from typing import Protocol
 
 from megapar.data.cache import Unread, cached_value, find_entry, hash_parts, make_once
 from megapar.data.text import builtin
-from megapar.data.text.chunks import BadRecords, LineNumbers, TextChunk, file_chunks, parquet_chunks
+from megapar.data.text.chunks import BadRecords, LineNumbers, TextChunk, file_chunks, parquet_chunks, refuse_too_long
 from megapar.errors import DataError, listed
 from megapar.files.data_files import (
+    AUTO,
     FIELD,
+    FILE,
     INDEXED,
     MOST_LISTED,
+    PARAGRAPH,
     PARQUET,
     Listing,
     first_line,
@@ -40,7 +43,7 @@ from megapar.files.uri import is_stored
 BUILTIN = "builtin"
 MOCK = "mock"
 PYTHON = "python:"  # prefix of the name of data that Python code passes
-TEXT_FILE, JSONL_FILE, PARQUET_FILE = "TextFile", "JsonlFile", "ParquetFile"
+TEXT_FILE, WHOLE_FILE, JSONL_FILE, PARQUET_FILE = "TextFile", "WholeFile", "JsonlFile", "ParquetFile"
 _UNPACKED = 4  # estimated ratio of text to the size of a compressed file
 _Notes = dict[str, list[str]]
 _LONGEST_FIRST_LINE = 1 << 20  # bytes; a longer first line is not checked in advance
@@ -105,6 +108,7 @@ class FileSource:
     ``read_as`` is part of content hashes, which checkpoints record, so these words must never change:
 
         TextFile       blank lines separate documents, as in BERT's pre-training data; without any, each line is one
+        WholeFile      the file is one document
         JsonlFile      one object per line, the document in ``field``; blank lines are skipped
         ParquetFile    documents are the column ``field``, read by the package ``pyarrow``
     """
@@ -151,6 +155,8 @@ class FileSource:
             return parquet_chunks(self.path, self.field)
         if self.read_as == JSONL_FILE:
             return file_chunks("jsonl", self.path, self.field)
+        if self.read_as == WHOLE_FILE:
+            return file_chunks("whole", self.path)
         return file_chunks("blank" if self._has_blank_line() else "lines", self.path)
 
     def _has_blank_line(self) -> bool:
@@ -172,6 +178,7 @@ def open_sources(
     field: str = FIELD,
     report: Callable[[str], object] = lambda text: None,
     *,
+    per: str = PARAGRAPH,
     may_read: bool = True,
 ) -> tuple[TextSource, ...]:
     """Open the sources that ``--data-path`` names, in order; a folder means its files, sorted by name.
@@ -183,6 +190,7 @@ def open_sources(
         field: The field or column of records that contains the document.
         report: Called with messages about the files of a folder that are skipped, and about files whose content is not
             what their names say.
+        per: What a document of text is, as --document-per says it.
         may_read: False raises Unread if whole files would have to be read to find copies.
     """
     sources: list[TextSource] = []
@@ -194,9 +202,9 @@ def open_sources(
         if named is None:
             sources.append(BuiltinSource())
         elif isinstance(named, Listing):
-            sources += _of_folder(path, named, field, report, may_read, notes)
+            sources += _of_folder(path, named, field, FILE if per == AUTO else per, report, may_read, notes)
         else:
-            sources.append(_file_source(named, field, notes))
+            sources.append(_file_source(named, field, per, notes))
     if not sources:
         raise DataError("no data path was given; --data-path builtin needs no file")
     for text, names in notes.items():
@@ -227,7 +235,7 @@ def unread_bytes(paths: Sequence[str], field: str = FIELD) -> int:
     for path in paths:
         named = Path() if path == BUILTIN else _named(path)
         for file in named.taken if isinstance(named, Listing) else (named,):
-            source = BuiltinSource() if path == BUILTIN else _file_source(file, field, {})
+            source = BuiltinSource() if path == BUILTIN else _file_source(file, field, PARAGRAPH, {})
             try:
                 source.content_hash(may_read=False)
             except Unread as unread:
@@ -236,7 +244,7 @@ def unread_bytes(paths: Sequence[str], field: str = FIELD) -> int:
 
 
 def _of_folder(
-    folder: str, content: Listing, field: str, report: Callable[[str], object], may_read: bool, notes: _Notes
+    folder: str, content: Listing, field: str, per: str, report: Callable[[str], object], may_read: bool, notes: _Notes
 ) -> list[TextSource]:
     """Return the files of a folder, each content once, because a second copy is usually a mistake."""
     files, not_read = content
@@ -246,7 +254,7 @@ def _of_folder(
     skipped = [f"{name} ({reason})" for name, reason in not_read]
     twins, seen = _may_be_copies(files), dict[str, DataFile]()
     for file in files:
-        source = _file_source(file, field, notes)
+        source = _file_source(file, field, per, notes)
         first = seen.setdefault(source.content_hash(may_read=may_read), file) if file in twins else file
         if first is file:
             sources.append(source)
@@ -267,7 +275,7 @@ def _may_be_copies(files: Sequence[DataFile]) -> set[DataFile]:
     return {file for group in alike.values() if len(group) > 1 for file in group}
 
 
-def _file_source(path: DataFile, field: str, notes: _Notes) -> TextSource:
+def _file_source(path: DataFile, field: str, per: str, notes: _Notes) -> TextSource:
     """Return the source of one file. ``notes`` receives the files whose content is not what their names say."""
     if str(path) == MOCK:
         raise DataError("mock makes random tokens and cannot be mixed with text; pass --data-path mock alone")
@@ -288,7 +296,8 @@ def _file_source(path: DataFile, field: str, notes: _Notes) -> TextSource:
         notes.setdefault(note, []).append(str(path))
     if records:
         return FileSource(path, JSONL_FILE, field)
-    return FileSource(path, PARQUET_FILE, field) if kind_of(path) == PARQUET else FileSource(path, TEXT_FILE)
+    text = WHOLE_FILE if per == FILE else TEXT_FILE
+    return FileSource(path, PARQUET_FILE, field) if kind_of(path) == PARQUET else FileSource(path, text)
 
 
 def all_documents(sources: Iterable[TextSource], bad: BadRecords | None = None) -> Iterator[str]:
@@ -300,7 +309,7 @@ def all_documents(sources: Iterable[TextSource], bad: BadRecords | None = None) 
 
 
 def check_first_records(sources: Iterable[TextSource]) -> None:
-    """Raise DataError if the first line of a JSONL file does not have the field.
+    """Raise DataError if the first line of a JSONL file does not have the field, or a file is too long a document.
 
     Workers that read in parallel would otherwise report any of their lines.
     """
@@ -308,7 +317,11 @@ def check_first_records(sources: Iterable[TextSource]) -> None:
 
 
 def _check_first_record(source: TextSource) -> None:
-    if isinstance(source, FileSource) and source.read_as == JSONL_FILE:
+    if not isinstance(source, FileSource):
+        return
+    if source.read_as == WHOLE_FILE and not is_compressed(source.path):
+        refuse_too_long(source.path)
+    if source.read_as == JSONL_FILE:
         number, line = first_line(source.path, _LONGEST_FIRST_LINE)
         if 0 < len(line) < _LONGEST_FIRST_LINE:
             text_of_line(line, f"{source.path}, line {number}", source.field)

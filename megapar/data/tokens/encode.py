@@ -15,15 +15,17 @@ import multiprocessing
 import os
 import signal
 from array import array
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
+from megapar.core.status_line import Status, silent
 from megapar.data.cache import hash_parts
 from megapar.data.chat import chat_encoder
 from megapar.data.chat.chat_encoder import ChatEncoder, ChatSettings
@@ -41,9 +43,6 @@ from megapar.health.stop.parent import end_with
 VERSION = 5
 _BATCH = 32  # documents encoded at a time; more would not fit the caches of a core
 _CODES = {"uint16": "H", "int32": "i"}  # array.array converts lists four times as fast as numpy does
-
-Progress = Callable[[int, int, Done], None]
-"""Called with the number of finished chunks, the number of all chunks, and the result of the finished ones."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +115,7 @@ def encode(
     *,
     workers: int,
     keep_parts: bool,
-    progress: Progress = lambda done, total, result: None,
+    status: Status = silent,
 ) -> Done:
     """Write PREFIX.bin and PREFIX.idx, one sequence per document, and what belongs to them (see prepared.py).
 
@@ -131,7 +130,7 @@ def encode(
     folder = Path(job.folder)
     with claimed(folder, job.key(tokenizer)):
         try:
-            total = _written(job, tokenizer, workers, progress)
+            total = _written(job, tokenizer, workers, status)
         except DataError as error:
             kept = parts_in(folder)
             if kept == 0 or not keep_parts:
@@ -145,9 +144,13 @@ def encode(
     return total
 
 
-def _written(job: EncodeJob, tokenizer: Tokenizer, workers: int, progress: Progress) -> Done:
+def _written(job: EncodeJob, tokenizer: Tokenizer, workers: int, status: Status) -> Done:
     """Encode the chunks that are not finished yet, and copy each part as soon as all parts before it are finished."""
-    folder, finished_so_far, total = Path(job.folder), Done(), Done()
+    folder, total = Path(job.folder), Done()
+    starts = [0, *(before.path != chunk.path for before, chunk in pairwise(job.chunks)), 1]
+    files = list(accumulate(starts))  # that are done after so many chunks, if they finish in order
+    small = 2 * files[-1] > len(job.chunks)
+    status("encoding", 0, files[-1] if small else len(job.chunks), "files" if small else "chunks")
     early: dict[int, Done] = {}
     following = 0
     with (
@@ -157,14 +160,13 @@ def _written(job: EncodeJob, tokenizer: Tokenizer, workers: int, progress: Progr
     ):
         for count, (number, result) in enumerate(results, start=1):
             early[number] = result
-            finished_so_far += result
             while (part := early.pop(following, None)) is not None:
                 with opened(folder, following) as (ids, lengths, part_hashes, marks):
                     builder.copy_documents(ids, lengths, marks)
                     hashes.add(part_hashes)
                 total += part  # in the order of the chunks, which is that of the messages in it
                 following += 1
-            progress(count, len(job.chunks), finished_so_far)
+            status("encoding", *((files[count], files[-1], "files") if small else (count, len(job.chunks), "chunks")))
         if total.documents == 0:
             remove_parts(folder)
             what = "documents" if job.encoding.chat is None else "conversations"

@@ -6,15 +6,16 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from megapar.core.status_line import Status, silent
 from megapar.data.chat.chat_encoder import ChatSettings
 from megapar.data.text.chunks import TextChunk, dataset_chunks
 from megapar.data.text.source import check_first_records, open_sources
 from megapar.data.tokenizers.load import load_tokenizer
-from megapar.data.tokens.encode import EncodeJob, Encoding, Progress, encode
+from megapar.data.tokens.encode import EncodeJob, Encoding, encode
 from megapar.data.tokens.indexed import without_suffix
 from megapar.data.tokens.parts import Done, claims
 from megapar.errors import DataError
-from megapar.files.data_files import ROW
+from megapar.files.data_files import AUTO, ROW
 
 
 def prepare(
@@ -26,11 +27,12 @@ def prepare(
     dataset: str | None = None,
     split: str = "train",
     field: str = "text",
+    per: str = AUTO,
     append_end: bool = True,
     skip_bad: bool = False,
     overwrite: bool = False,
     chat: ChatSettings | None = None,
-    progress: Progress = lambda done, total, result: None,
+    status: Status = silent,
     report: Callable[[str], object] = lambda text: None,
 ) -> Done:
     """Write OUTPUT.bin, OUTPUT.idx and OUTPUT.hashes (see ``encode``).
@@ -43,6 +45,7 @@ def prepare(
         paths: Files and folders, as in --data-path, without weights.
         dataset: A ``datasets`` source that is read after the paths.
         split: The split of ``dataset``.
+        per: What a document of text is, as --document-per says it.
         append_end: Append the end token to each document.
         skip_bad: Skip and count broken records; otherwise the first one stops the work.
         overwrite: Replace existing files, which are otherwise an error.
@@ -54,12 +57,13 @@ def prepare(
     tokenizer = load_tokenizer(tokenizer_model)
     encoding = Encoding.of(tokenizer, append_end=append_end, skip_bad=skip_bad, chat=chat)
     field = field if chat is None else ROW
-    chunks = tuple(input_chunks(paths, dataset, split, field, report, check_first=not skip_bad and chat is None))
+    checks = not skip_bad and chat is None
+    chunks = tuple(input_chunks(paths, dataset, split, field, report, per=per, check_first=checks))
     names = ", ".join((*paths, *filter(None, [dataset])))
     job = EncodeJob(output, f"{output}.parts", chunks, encoding, tokenizer_model, names)
     if not overwrite:
         _refuse_existing(output, resumes=claims(Path(job.folder), job.key(tokenizer)))
-    return encode(job, tokenizer, workers=workers, keep_parts=True, progress=progress)
+    return encode(job, tokenizer, workers=workers, keep_parts=True, status=status)
 
 
 def input_chunks(
@@ -69,6 +73,7 @@ def input_chunks(
     field: str = "text",
     report: Callable[[str], object] = lambda text: None,
     *,
+    per: str = AUTO,
     check_first: bool = False,
 ) -> list[TextChunk]:
     """Return the chunks of all inputs; the arguments are those of ``prepare``.
@@ -76,7 +81,7 @@ def input_chunks(
     With ``check_first``, a wrong field is refused by the first line of each file. Raises DataError if an input cannot
     be read.
     """
-    sources = open_sources(paths, field, report) if paths else ()
+    sources = open_sources(paths, field, report, per=per) if paths else ()
     if check_first:
         check_first_records(sources)
     chunks = [chunk for source in sources for chunk in source.chunks()]

@@ -9,7 +9,7 @@ An entry does not depend on the split of the documents (see store.py).
 Large text is encoded by workers of a separate process, which is started and not forked: a trainer has threads and a
 device, which forked workers must not inherit, and processes that multiprocessing spawns would run the user's script
 again. The process is a plain Python, which reads one job as JSON from standard input, forks its workers, and writes the
-result as JSON to standard output.
+result as JSON to standard output, after a line of JSON for each Status.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import megapar
+from megapar.core.status_line import Status, silent
 from megapar.data.cache import cache_folder, hash_parts, make_once
 from megapar.data.chat.chat_encoder import ChatSettings
 from megapar.data.text.chunks import TextChunk, skipped_text
@@ -65,12 +67,14 @@ class TokenCache:
         path: The file or folder of the tokenizer; None if no other process can load it.
         skip_bad: Skip broken records and note them; otherwise the first one is raised.
         chat: See ``Encoding``.
+        status: Hears of the work.
     """
 
     tokenizer: Tokenizer
     path: Path | None
     skip_bad: bool = False
     chat: ChatSettings | None = None
+    status: Status = silent
 
     def open(self, sources: Sequence[TextSource]) -> EncodedText:
         """Return the documents of the sources, encoding them if they are not in the cache.
@@ -82,7 +86,7 @@ class TokenCache:
         # A content hash names the same bytes, however long a document may be.
         content = (sources_hash(sources), self.tokenizer.fingerprint(), str(encoding.end))
         key = hash_parts(str(VERSION), str(LONGEST_LINE), *content, *skipping, *encoding.of_chat)
-        folder = make_once(f"tokens/{key}", lambda made: self._encode(sources, encoding, made))
+        folder = make_once(f"tokens/{key}", lambda made: self._encode(sources, encoding, made), self.status)
         notes = folder / _NOTES
         messages = json.loads(notes.read_text(encoding="utf-8")) if notes.exists() else ()
         return EncodedText(IndexedDataset(folder / "corpus"), tuple(messages))
@@ -98,33 +102,40 @@ class TokenCache:
         job = EncodeJob(str(folder / "corpus"), str(parts), chunks, encoding, str(self.path), names)
         large = sum(source.bytes for source in sources) >= PARALLEL_BYTES
         if self.path is not None and large and len(chunks) > 1 and cores() > 1:
-            done = encode_in_process(job, cores())
+            done = encode_in_process(job, cores(), self.status)
         else:
-            done = encode(job, self.tokenizer, workers=1, keep_parts=False)
+            done = encode(job, self.tokenizer, workers=1, keep_parts=False, status=self.status)
         if done.bad:
             note = skipped_text(done.bad, list(done.first_bad))
             (folder / _NOTES).write_text(json.dumps([note]), encoding="utf-8")
 
 
-def encode_in_process(job: EncodeJob, workers: int) -> Done:
+def encode_in_process(job: EncodeJob, workers: int, status: Status = silent) -> Done:
     """Run ``encode`` in a process that ends with this one. Raises its DataError or OSError."""
     root = str(Path(megapar.__file__).parents[1])
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-    ended = subprocess.run(
-        [sys.executable, "-c", f"from {__name__} import main; main()"],
-        input=json.dumps({"job": asdict(job), "workers": workers}),
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": path},
-        check=False,
-    )
+    command, pipe = [sys.executable, "-c", f"from {__name__} import main; main()"], subprocess.PIPE
+    environ = {**os.environ, "PYTHONPATH": path}
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environ) as ended:
+        assert ended.stdin is not None
+        assert ended.stdout is not None
+        try:
+            with suppress(BrokenPipeError), ended.stdin:
+                json.dump({"job": asdict(job), "workers": workers}, ended.stdin)
+            answer: dict[str, Any] = {}
+            for line in ended.stdout:
+                answer = json.loads(line)
+                if "status" in answer:
+                    status(*answer["status"])
+        except BaseException:
+            ended.kill()
+            raise
     if ended.returncode != 0:
         raise DataError(
             f"{job.names}: the process that encodes it ended with status {ended.returncode}"
             f"{', possibly out of memory' if ended.returncode == -signal.SIGKILL else ''}; the same command "
             "resumes from its finished parts"
         )
-    answer = json.loads(ended.stdout)
     if "system" in answer:
         raise OSError(*answer["system"])
     if "error" in answer:
@@ -146,12 +157,18 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent receives it as well, and ends this process
     request = json.load(sys.stdin)
     job = _job(request["job"])
+
+    def say(answer: dict[str, Any]) -> None:
+        sys.stdout.write(f"{json.dumps(answer)}\n")
+        sys.stdout.flush()
+
     try:
         tokenizer = load_tokenizer(job.tokenizer)
-        done = encode(job, tokenizer, workers=request["workers"], keep_parts=False)
-        answer: dict[str, Any] = {"done": asdict(done)}
+        done = encode(
+            job, tokenizer, workers=request["workers"], keep_parts=False, status=lambda *now: say({"status": now})
+        )
+        say({"done": asdict(done)})
     except DataError as error:
-        answer = {"error": str(error)}
+        say({"error": str(error)})
     except OSError as error:
-        answer = {"system": [error.errno, error.strerror, error.filename]}
-    sys.stdout.write(json.dumps(answer))
+        say({"system": [error.errno, error.strerror, error.filename]})

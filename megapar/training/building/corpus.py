@@ -12,6 +12,7 @@ from megapar.config.files import chat_day
 from megapar.config.run import SFT
 from megapar.core.comm.axis import Axis
 from megapar.core.comm.world import World
+from megapar.core.status_line import Status, silent
 from megapar.data import corpus
 from megapar.data.batches import Collate, Loader, pinned
 from megapar.data.corpus import Corpus
@@ -40,11 +41,11 @@ def with_fetched_data(config: Config) -> Config:
     return config if data == config.data else replace(config, data=data)
 
 
-def make_corpus(config: Config) -> Corpus:
+def make_corpus(config: Config, status: Status = silent) -> Corpus:
     """Return samples, tokenizer and held-out samples. Needs no process group. Raises DataError or ConfigError."""
     data = config.data
     if data.task == SFT and data.data_path != (MOCK,):
-        return _with_tasks(config, _conversations(config))
+        return _with_tasks(config, _conversations(config, status))
     made = corpus.build(
         config.kind,
         data_path=data.data_path,
@@ -56,10 +57,10 @@ def make_corpus(config: Config) -> Corpus:
         seed=config.training.seed,
         mlm_probability=data.mlm_probability,
         packing=Packing(data.packing, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss),
-        skip_bad=data.on_bad_record == "skip",
         hf_dataset=data.hf_dataset,
         tasks=_task_data(config),
-        text_field=data.text_field,
+        text=corpus.TextOptions(data.text_field, data.document_per, data.on_bad_record == "skip"),
+        status=status,
     )
     return _with_tasks(config, made)
 
@@ -85,7 +86,7 @@ def _stores(config: Config, load: str | None) -> list[str]:
     return [root for root in roots if root and is_stored(root)]
 
 
-def _conversations(config: Config) -> Corpus:
+def _conversations(config: Config, status: Status) -> Corpus:
     data, chat = config.data, chat_options(config.data)
     assert data.tokenizer_model is not None
     if config.origins["chat_date"] == "derived":
@@ -101,6 +102,7 @@ def _conversations(config: Config) -> Corpus:
         seq_length=config.model.seq_length,
         seed=config.training.seed,
         skip_bad=data.on_bad_record == "skip",
+        status=status,
     )
 
 

@@ -42,6 +42,7 @@ from megapar.training.step.job import Job
 from megapar.training.step.schedules import make_progressive
 
 FULL = "full"
+SHORT = 16  # documents are short if a sample has more tokens than this many of them
 WIDTH = 118
 MOST_HOSTS = 6  # maximum number of hosts in a line
 _INDENT = " " * 15
@@ -55,17 +56,21 @@ def hosts(world: World) -> list[str]:
     return [str(host) for host in messages.all_gather(host_name, axis.group)]
 
 
+def header(config: Config, device: Device) -> Iterator[str]:
+    """Yield the first lines of the log, which need no data: versions and flags."""
+    started = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S %z")
+    versions = f"megapar {__version__}, torch {torch.__version__}, Python {sys.version.split()[0]}"
+    yield f"{versions}, {device.type}; started {started}"
+    yield from _flags(config) if is_full(config) else _line_of_flags(config)
+
+
 def opening(
     config: Config, world: World, corpus: Corpus, host_names: Sequence[str], *, compiled: bool = False
 ) -> Iterator[str]:
-    """Yield the first lines of the log. ``host_names`` are by rank; ``compiled``: functions of layers are."""
-    started = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S %z")
-    versions = f"megapar {__version__}, torch {torch.__version__}, Python {sys.version.split()[0]}"
-    yield f"{versions}, {world.device.type}; started {started}"
+    """Yield the lines after the header. ``host_names`` are by rank; ``compiled``: functions of layers are."""
     full = is_full(config)
     if full or len(host_names) > 1:
         yield _hosts(host_names)
-    yield from _flags(config) if full else _line_of_flags(config)
     decision = compilation(config, device_class(world.device.type).compiler)
     refused = decision.on and not compiled
     if full or refused:
@@ -153,6 +158,9 @@ def _data(config: Config, corpus: Corpus) -> Iterator[str]:
     samples, tokens = consumption(config)
     yield from _side("trained on", corpus.contents)
     yield from _side("held out", corpus.heldout_contents)
+    length = config.model.seq_length
+    if any(one.cut_files > 1 and SHORT * (one.mean or length) < length for one in corpus.contents):
+        yield f"{'':12}blank lines make documents that are short beside samples; --document-per file: whole files"
     if (sets := corpus.evaluation_sets) and config.training.eval_interval:
         read = sum(num_evaluated(config, samples) for samples in sets.values())
         yield f"evaluation: {read:,} of {sum(map(len, sets.values())):,} held-out samples"

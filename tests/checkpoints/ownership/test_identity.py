@@ -98,6 +98,33 @@ def test_a_checkpoint_says_what_it_was_trained_on(runs: Runs) -> None:
     assert identity.to_json() == found
 
 
+def test_text_that_was_read_as_other_documents_is_refused_with_the_flag(runs: Runs) -> None:
+    folder = runs.folder / "texts"
+    folder.mkdir()
+    for number in range(60):
+        (folder / f"{number}.txt").write_text(f"{' '.join(WORDS[:9])} {number}\n\n{' '.join(WORDS[3:])}\n")
+    runs.run(2, [str(folder)], "--document-per", "paragraph")
+    assert runs.identity(2)["flags"]["document_per"] == "paragraph"
+    told = f"{folder} has different content here than there"
+    advice = "Text was read with --document-per paragraph there, and with auto here."
+
+    def refused() -> str:
+        said = runs.asked(4, [str(folder)])
+        with pytest.raises(ConfigError) as started:
+            runs.run(4, [str(folder)])
+        assert said.partition("]")[2].partition("trained on")[2] == str(started.value).partition("trained on")[2]
+        return said
+
+    said = refused()
+    assert told in said
+    assert advice in said
+    older = runs.identity(2)
+    del older["flags"]["document_per"]
+    assert Identity.from_json(older).document_per == "paragraph"  # as it was before there was the flag
+    assert runs.run(4, [str(folder)], "--document-per", "paragraph").iteration == 4
+    assert "trained on" not in runs.asked(6, [runs.a, runs.b], "--override-data", "sources")
+
+
 def test_other_data_is_refused_all_at_once_by_the_question_and_by_the_start(runs: Runs) -> None:
     mixed, other = ["1", runs.a, "1", runs.b], ["3", runs.a, "1", runs.b]
     runs.run(2, mixed)

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from megapar.data.text.chunks import BadRecords
-from megapar.data.text.source import all_documents, open_sources, sources_hash
+from megapar.data.text.source import all_documents, check_first_records, open_sources, sources_hash
 from megapar.data.tokens.prepare import input_chunks
 from megapar.errors import DataError
+from megapar.files.data_files import AUTO, FILE, PARAGRAPH
 
 
 def _read(*paths: Path) -> list[str]:
@@ -30,6 +31,55 @@ def test_without_blank_lines_every_line_is_a_document(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("one\r\ntwo\nthree\n\n")
     assert _read(path) == ["one", "two", "three"]
+
+
+def test_a_whole_file_is_a_document_with_its_blank_lines(tmp_path: Path) -> None:
+    text = "\none\ntwo  \r\n\n \nthree\n\n\nwörld\n\n".encode()
+    whole = "one\ntwo\n\n\nthree\n\n\nwörld"
+    (tmp_path / "a.txt").write_bytes(text)
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(text))
+    (tmp_path / "a.txt.zst").write_bytes(pytest.importorskip("pyarrow").compress(text, "zstd", asbytes=True))
+    (tmp_path / "d.txt").write_text(" \n\n")
+    for name in ("a.txt", "a.txt.gz", "a.txt.zst"):
+        sources = open_sources([str(tmp_path / name)], per=FILE)
+        assert list(all_documents(sources)) == [whole], name
+        assert len(sources[0].chunks()) == 1
+    assert list(all_documents(open_sources([str(tmp_path / "d.txt")], per=FILE))) == []
+    named, of_folder = (open_sources([str(path)], per=AUTO) for path in (tmp_path / "a.txt", tmp_path))
+    assert list(all_documents(named)) == ["one\ntwo", "three", "wörld"]
+    assert list(all_documents(of_folder)) == [whole]  # the others are copies, or blank
+    assert len(list(all_documents(open_sources([str(tmp_path)], per=PARAGRAPH)))) == 3
+    readers = [open_sources([str(tmp_path / "a.txt")], per=per) for per in (FILE, PARAGRAPH, AUTO)]
+    assert sources_hash(readers[0]) != sources_hash(readers[1]) == sources_hash(readers[2])
+
+
+def test_records_are_documents_whatever_a_document_of_text_is(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
+    found = [open_sources([str(tmp_path)], per=per) for per in (AUTO, FILE, PARAGRAPH)]
+    assert [list(all_documents(sources)) for sources in found] == [["one", "two"]] * 3
+    assert len(set(map(sources_hash, found))) == 1
+
+
+def test_a_whole_file_is_skipped_if_a_line_is_broken_or_it_is_too_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megapar.data.text.chunks.LONGEST_LINE", 30)
+    (tmp_path / "a.txt").write_bytes(b"fine\n\n\xff\xfe\nmore\n")
+    (tmp_path / "b.txt").write_text("fine\n\n" * 6)
+    (tmp_path / "c.txt").write_text("fine\n\nshort\n")
+    (tmp_path / "d.txt.gz").write_bytes(gzip.compress(b"long\n\n" * 6))
+    sources, bad = open_sources([str(tmp_path)], per=FILE), BadRecords()
+    assert list(all_documents(sources, bad)) == ["fine\n\nshort"]
+    assert bad.count == 3
+    assert "a.txt, line 3: not UTF-8 text" in bad.first[0]
+    for name, text in zip(("b.txt", "d.txt.gz"), bad.first[1:], strict=True):
+        assert f"{name}: it has more than 30 bytes, the maximum for one document; set --document-per paragraph" in text
+        assert text.endswith("or set --on-bad-record skip")
+    with pytest.raises(DataError, match=r"b.txt: it has more than 30 bytes"):  # before anything is read
+        check_first_records(sources)
+    (tmp_path / "d.txt.gz").write_bytes(gzip.compress(b"long\n\n" * 600)[:-20])
+    with pytest.raises(DataError, match="not a readable gzip file"):  # which is never skipped
+        list(all_documents(open_sources([str(tmp_path / "d.txt.gz")], per=FILE), BadRecords()))
 
 
 def test_jsonl(tmp_path: Path) -> None:
@@ -51,14 +101,14 @@ def test_jsonl(tmp_path: Path) -> None:
 def test_a_broken_line_is_named(tmp_path: Path, line: str, message: str) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(f'{{"text": "fine"}}\n\n{line}\n')
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(DataError, match=f"{message}.*, or set --on-bad-record skip$"):
         _read(path)
 
 
 def test_text_that_is_not_utf8_is_named(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes(b"fine\n\xff\xfe\n")
-    with pytest.raises(DataError, match=r"a.txt, line 2: not UTF-8"):
+    with pytest.raises(DataError, match=r"a.txt, line 2: not UTF-8 .*, or set --on-bad-record skip$"):
         _read(path)
 
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import megapar.data.tokens.encode as module
 from megapar.data import build
+from megapar.data.corpus import TextOptions
 from megapar.data.text.chunks import BadRecords, LineNumbers, TextChunk, _stretches
 from megapar.data.text.source import all_documents, open_sources
 from megapar.data.tokenizers.load import load_tokenizer
@@ -323,7 +324,7 @@ def test_training_passes_over_broken_lines_and_says_so(tmp_path: Path, small_jso
     small = {"vocab_size": 600, "seq_length": 16, "seed": 1, "tokenizer_model": model}
     with pytest.raises(DataError, match="line 1: no field 'text'"):
         build("moe", data_path=[str(path)], **small)  # type: ignore[arg-type]
-    corpus = build("moe", data_path=[str(path)], skip_bad=True, **small)  # type: ignore[arg-type]
+    corpus = build("moe", data_path=[str(path)], text=TextOptions(skip_bad=True), **small)  # type: ignore[arg-type]
     assert len(corpus.notes) == 1
     assert corpus.notes[0].startswith("2 broken records were skipped")
     assert "line 1:" in corpus.notes[0]

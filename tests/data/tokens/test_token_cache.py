@@ -47,6 +47,28 @@ def test_an_entry_holds_what_prepare_writes(
     assert not list((fresh_cache / "tokens").glob(".*.parts"))
 
 
+@pytest.mark.parametrize("processes", [False, True])
+@pytest.mark.usefixtures("fresh_cache")
+def test_files_or_chunks_are_counted_as_they_are_encoded(
+    tmp_path: Path, small_jsonl: Path, model: str, monkeypatch: pytest.MonkeyPatch, processes: bool
+) -> None:
+    if processes:
+        _in_processes(monkeypatch)
+    for number in range(5):
+        (tmp_path / f"{number}.txt").write_text(f"document {number}\n")
+    told: list[tuple[object, ...]] = []
+    cache = TokenCache(load_tokenizer(model), Path(model), status=lambda *now: told.append(now))
+    cache.open(open_sources([str(tmp_path)], per="file"))
+    assert told == [("encoding", done, 5, "files") for done in range(6)]
+    told.clear()
+    cache.open(open_sources([str(small_jsonl)]))
+    assert told[0] == ("encoding", 0, len(told) - 1, "chunks")
+    assert told[-1] == ("encoding", len(told) - 1, len(told) - 1, "chunks")
+    told.clear()
+    cache.open(open_sources([str(small_jsonl)]))
+    assert told == []
+
+
 def test_the_entry_does_not_depend_on_the_split(fresh_cache: Path, small_jsonl: Path, model: str) -> None:
     for split in ("95,5", "50,30,20", "100,0"):
         build(

@@ -57,7 +57,8 @@ def said(
     config = parse(kind, [*last_wins(SMALL[kind], line.split()), "--log-start", start], {})
     corpus = make_corpus(config)
     world = World(config.grid, 0, device or Device(), None, torch.distributed.default_pg_timeout)
-    return list(opening.opening(config, world, corpus, opening.hosts(world), compiled=compiled))
+    after = opening.opening(config, world, corpus, opening.hosts(world), compiled=compiled)
+    return [*opening.header(config, world.device), *after]
 
 
 def test_a_gpu_without_a_row_has_another_ones_speed_and_its_own_kernels() -> None:
@@ -108,16 +109,18 @@ def test_versions_hosts_flags_and_data_are_told() -> None:
     told = said("moe", flags)
     assert f"megapar {__version__}, torch {torch.__version__}, Python {sys.version.split()[0]}, cpu" in told[0]
     assert re.search(r"; started \d{4}-\d\d-\d\d \d\d:\d\d:\d\d [+-]\d{4}$", told[0])
-    assert told[1] == f"1 host: {socket.gethostname()} (1 rank)"
-    assert told[2] == "flags that differ from the defaults, run.yaml included:"
+    assert told[1] == "flags that differ from the defaults, run.yaml included:"
+    assert f"1 host: {socket.gethostname()} (1 rank)" in told
     text = "\n".join(told)
     assert "--hidden-size 32" in text
     assert "--no-packing" in text
     assert "--lr" not in text  # asked for, and the default
     assert "--seed" not in text  # another one in the file, the default on the line
-    counted = re.search(r"^trained on: a.jsonl: (\d+) documents, ([\d,]+) tokens$", text, re.MULTILINE)
-    aside = re.search(r"^held out:   a.jsonl: (\d+) documents, ([\d,]+) tokens$", text, re.MULTILINE)
+    rest = r"a.jsonl: (\d+) documents of ([\d,]+) tokens on average, ([\d,]+) tokens$"
+    counted = re.search(f"^trained on: {rest}", text, re.MULTILINE)
+    aside = re.search(f"^held out:   {rest}", text, re.MULTILINE)
     assert int(counted[1]) + int(aside[1]) == 401
+    assert int(counted[2]) == round(int(counted[3].replace(",", "")) / int(counted[1]))
     assert re.search(r"^tokenizer:  trained on this data, \d+ ids( of 300 rows)?, fingerprint [0-9a-f]{32}$", told[-1])
 
 
@@ -130,6 +133,24 @@ def test_a_log_begins_with_what_the_run_is() -> None:
     assert told[2].endswith("... (--log-start full)")
     assert "--seed" not in "".join(told)  # it is in the file
     assert not [line for line in told if len(line) > opening.WIDTH]
+
+
+def test_files_that_blank_lines_cut_into_short_documents_name_the_flag() -> None:
+    line = "--data-path texts --vocab-size 300 --train-iters 1 --seq-length"
+    Path("texts").mkdir()
+    for number in range(80):
+        Path(f"texts/{number}.txt").write_text("\n\n".join(f"{number} and {other}" for other in range(20)))
+
+    def named(flags: str) -> list[str]:
+        return [text for text in said("moe", f"{line} {flags}", start="short") if "--document-per file" in text]
+
+    (text,) = named("512 --document-per paragraph")
+    assert text.strip().startswith("blank lines make documents that are short beside samples; --document-per file")
+    assert len(text) <= opening.WIDTH
+    assert named("64 --document-per paragraph") == named("512") == []
+    Path("one.txt").write_text("\n\n".join(f"one and {number}" for number in range(400)))
+    line = line.replace("texts", "one.txt")
+    assert named("512 --document-per paragraph") == []  # of one file, as one document, nothing could be held out
 
 
 def test_flags_of_several_files_are_told() -> None:
