@@ -175,7 +175,7 @@ def test_workers_open_the_store_themselves(bucket: Location, tmp_path: Path, mon
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 100_000)
     monkeypatch.setattr(token_cache, "PARALLEL_BYTES", 0)
     monkeypatch.setattr(token_cache, "cores", lambda: 2)
-    monkeypatch.setattr(token_cache, "encode_in_process", lambda job, n: jobs.append(job) or real(job, n))
+    monkeypatch.setattr(token_cache, "encode_in_process", lambda job, *rest: jobs.append(job) or real(job, *rest))
     assert opened.open(open_sources([f"{bucket}/a.jsonl"])).tokens.tokens.tobytes() == here
     assert len(jobs[0].chunks) > 4
 
