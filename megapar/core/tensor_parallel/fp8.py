@@ -4,7 +4,8 @@ A weight is cast, as it is and transposed, when a product first needs it after a
 the next update. Under FSDP they live as long as the gathered weight, for one product. Nothing is kept in checkpoints.
 ``core.device.fp8`` has the casts and their numbers.
 
-On one mp rank, norms and swiglu cast what they compute in the same kernel, and leave it to the product that reads it:
+On one mp rank, norms and swiglu cast what they compute in the same kernel, and leave it to the product that reads it;
+on several without sequence parallelism norms do, as no rank sends what they compute:
 
     forward     norm -> y, its cast -> qkv or gate_up           swiglu -> y, its cast -> down
     backward    swiglu's backward -> dx, its cast -> the input gradient of gate_up

@@ -302,7 +302,7 @@ class CopiedColumn(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: LinearComm) -> Tensor:
         ctx.layer = layer
         ctx.save_for_backward(x, weight)
-        return product(x, forward_factor(weight, layer.fp8), bias)
+        return product(x, forward_factor(weight, layer.fp8), bias, None if layer.fp8 is None else layer.fp8.casts)
 
     @staticmethod
     @once_differentiable

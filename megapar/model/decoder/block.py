@@ -77,7 +77,8 @@ class DecoderBlock(nn.Module):
             ffn, bias = sizes.ffn_hidden_size, sizes.add_bias_linear
             self.mlp = Mlp(H, ffn, gated=sizes.gated, clamped=clamped, tanh=tanh, bias=bias, **options)
         fp8 = options.get("execution", DEFAULT).fp8
-        if fp8 is not None and options["mp"].size == 1 and not self.norms_outputs:
+        gathers = options["mp"].size > 1 and options["sequence_parallel"]
+        if fp8 is not None and not gathers and not self.norms_outputs:
             self.attention_norm.casts = None if sizes.multi_latent_attention else fp8
             self.mlp_norm.casts = fp8 if moe is None else None
 

@@ -7,10 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megapar.core.comm.axis import Axis
+from megapar.core.comm.in_flight import CommContext
 from megapar.core.device import fp8 as casts
 from megapar.core.tensor_parallel import fp8
 from megapar.core.tensor_parallel.execution import Execution
 from megapar.core.tensor_parallel.fp8 import Fp8Casts, Fp8Weight
+from megapar.core.tensor_parallel.overlapped_linear import CopiedColumn, LinearComm, Overlap
 from megapar.core.tensor_parallel.weight_gradients import linear
 from megapar.model.layers import mlp, norm
 from megapar.model.parameter import fp8_flag
@@ -104,6 +107,22 @@ def test_outputs_that_are_cast_where_they_are_made_change_no_bit(activation, sel
     assert loss == loss8
     for name, gradient in wanted.items():
         assert torch.equal(found[name], gradient), name
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_norms_on_several_ranks_leave_their_casts_where_they_are_not_gathered(sequence_parallel):
+    shared, mp = Fp8Casts(), Axis("mp", 2, 0, None, (0, 1))
+    model = build(replace(DENSE, **WIDE), mp=mp, sequence_parallel=sequence_parallel, execution=Execution(fp8=shared))
+    block = model.layers["0"]
+    assert block.mlp.casts is None
+    y, weight = block.mlp_norm(torch.randn(2, 3, 128)), torch.randn(256, 128)
+    left = shared.take(y)
+    assert (left is None) == sequence_parallel
+    if left is not None:  # a product of twice the cast shows that it is taken
+        shared.leave(y, left.values, 2 * left.scale)
+        column = LinearComm(mp, Overlap(), CommContext(), fp8=Fp8Weight(shared))
+        twice = 2 * casts.product_reference(y.flatten(0, 1), casts.cast_weight_reference(weight)[0])
+        assert torch.equal(CopiedColumn.apply(y, weight, None, column).flatten(0, 1), twice)
 
 
 def gradients(sizes, some=None, *, selective=False):
