@@ -17,20 +17,22 @@ from megapar.core.device.base import Event, Stream
 
 
 class BufferPool:
-    """Pool of tensors with undefined content."""
+    """Pool of tensors with undefined content.
+
+    Attributes:
+        keep: Returned buffers are kept for the next ``take``, else they are freed.
+    """
 
     def __init__(self, new: Callable[[int, torch.dtype], Tensor], *, keep: bool = True, most: int = 4) -> None:
         """Create an empty pool; ``new`` allocates a flat tensor of (elements, dtype).
 
-        Args:
-            keep: Keep returned buffers for the next ``take``; else they are freed.
-            most: Reuse a buffer of at most this many times the bytes needed.
+        most: Reuse a buffer of at most this many times the bytes needed.
         """
         self.bytes = 0
         self._new = new
-        self._keep = keep
+        self.keep = keep
         self._most = most
-        self._free: list[tuple[Tensor, Event | None]] = []
+        self._free: list[tuple[int, Tensor, Event | None]] = []  # each with its bytes
 
     @classmethod
     def for_messages(cls, device: torch.device) -> BufferPool:
@@ -49,11 +51,11 @@ class BufferPool:
         """
         numel = prod(shape)
         need = max(numel, 1) * dtype.itemsize
-        fitting = [i for i, (raw, _) in enumerate(self._free) if need <= raw.numel() <= self._most * need]
+        fitting = [(size, i) for i, (size, *_) in enumerate(self._free) if need <= size <= self._most * need]
         if not fitting:
             self.bytes += need
             return self._new(max(numel, 1), dtype)[:numel].view(*shape)
-        raw, read = self._free.pop(min(fitting, key=lambda i: self._free[i][0].numel()))
+        _, raw, read = self._free.pop(min(fitting)[1])
         if stream is not None and read is not None:
             stream.wait_event(read)
         return raw[: numel * dtype.itemsize].view(dtype).view(*shape)
@@ -65,6 +67,6 @@ class BufferPool:
             tensor: A tensor from ``take``.
             read: Event after which its content has been read; None if it has been read already.
         """
-        if self._keep:
-            raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-            self._free.append((raw.set_(tensor.untyped_storage()), read))
+        if self.keep:
+            raw = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+            self._free.append((raw.numel(), raw, read))

@@ -81,7 +81,7 @@ def rotary_heads_in_one_kernel(qkv: Tensor) -> bool:
 
 def turn_(wide: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate wide [B, S, .., D] in place, in the dtype of its angles."""
-    pairs = torch.view_as_complex(wide.unflatten(-1, (-1, 2)))
+    pairs = torch.view_as_complex(wide.view(*wide.shape[:-1], wide.shape[-1] // 2, 2))
     pairs.mul_(_turn(wide, cos, sin))
     return wide
 
@@ -139,9 +139,10 @@ class _RotaryHeads(torch.autograd.Function):
         ctx.by_kernel = triton_operators.takes_heads(qkv)
         if ctx.by_kernel:
             return triton_operators.rotary_heads(qkv, cos, sin)
-        wide = turn_(_copied(qkv[:, :, :, :-1], cos.dtype), cos, sin)
-        q, k = (_copied(part, qkv.dtype) for part in (wide[:, :, :, :-1], wide[:, :, :, -1]))
-        return q.flatten(2, 3), k, qkv[:, :, :, -1]
+        Q = qkv.shape[3] - 2
+        wide = turn_(_copied(qkv.narrow(3, 0, Q + 1), cos.dtype), cos, sin)
+        q, k = (_copied(part, qkv.dtype) for part in (wide.narrow(3, 0, Q), wide.select(3, Q)))
+        return q.flatten(2, 3), k, qkv.select(3, Q + 1)
 
     @staticmethod
     @once_differentiable
@@ -151,7 +152,7 @@ class _RotaryHeads(torch.autograd.Function):
         if ctx.by_kernel:
             return triton_operators.rotary_heads_backward(dq, dk, dv, cos, sin), None, None
         dqkv = _joined(dq, dk, dv)
-        both = dqkv[:, :, :, :-1]
+        both = dqkv.narrow(3, 0, dqkv.shape[3] - 1)
         if both.dtype == cos.dtype:
             turn_(both, cos, -sin)
         else:

@@ -91,10 +91,10 @@ def _norms(grads: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
 
     rows = []
     if grads[0].device.type == "cpu":
-        cuts = [grad.reshape(-1).tensor_split([grad.numel() // CPU_ROW * CPU_ROW]) for grad in grads]
-        wholes = [whole.view(-1, CPU_ROW) for whole, _ in cuts if len(whole)]
+        cuts = [(grad.reshape(-1), grad.numel() // CPU_ROW * CPU_ROW) for grad in grads]
+        wholes = [flat[:end].view(-1, CPU_ROW) for flat, end in cuts if end]
         rows = [torch.linalg.vector_norm(whole, dim=1, dtype=widened(whole)) for whole in wholes]
-        grads = [rest for _, rest in cuts if len(rest)]
+        grads = [flat[end:] for flat, end in cuts if end < flat.numel()]
     large = [grad for grad in grads if grad.numel() > LIST_ELEMENTS]
     small = [grad for grad in grads if grad.numel() <= LIST_ELEMENTS]
     whole_rows = [torch.linalg.vector_norm(row, dtype=torch.float64) for row in rows]

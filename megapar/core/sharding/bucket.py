@@ -119,8 +119,9 @@ class Bucket:
         self._dims = [member.dim for member in self.members]
         self.ranges = make_ranges(self.members)
         self._packs = self._is_even and shard.size > 1 and device_class(first.device.type).packs_rows
-        self._defers_copies = False
-        self._copy_later: list[int] = []  # members whose gradients are copied together, once the bucket is complete
+        # Members whose gradients are copied together, once the bucket is complete: those that may be, and that are due.
+        self._copies_late = [self._packs or (shard.size == 1 and m.numel <= SMALL_ELEMENTS) for m in self.members]
+        self._defers_copies, self._copy_later = False, list[int]()
         if shard.size == 1:
             self._view_parameters()
 
@@ -153,9 +154,11 @@ class Bucket:
 
     def begin_step(self) -> None:
         """Forget the gradients of the last step."""
-        if self.gradient is not None:
-            self._pool.give(self.gradient)  # on an axis of one rank it is a view of the whole flat buffer
-        self.gradient = self._flat = None
+        gradient, self.gradient = self.gradient, None
+        if self.shard.size > 1 or not self._pool.keep:  # one rank would take the same buffer from a pool again
+            if gradient is not None:
+                self._pool.give(gradient)  # on an axis of one rank it is a view of the whole flat buffer
+            self._flat = None
         self._accumulated.clear()
 
     def begin_micro_batch(self, gradients: int = 1) -> None:
@@ -167,15 +170,15 @@ class Bucket:
 
     def add(self, index: int) -> bool:
         """Accumulate a gradient of member ``index``; return True if it was the last one that the bucket waited for."""
-        small = self.shard.size == 1 and self.members[index].numel <= SMALL_ELEMENTS
-        if self._defers_copies and (self._packs or small):
+        if self._defers_copies and self._copies_late[index]:
             self._copy_later.append(index)
         elif self.accumulates_unsharded:
             self._accumulate(index)
         self._pending_count -= 1
-        if self._pending_count == 0:
-            self._accumulate_all()
-        return self._pending_count == 0
+        if self._pending_count:
+            return False
+        self._accumulate_all()
+        return True
 
     def add_product(self, index: int, product: WeightProduct) -> None:
         """Add a product to the gradient of member ``index`` in the main dtype; ``add`` then counts it.
@@ -184,8 +187,8 @@ class Bucket:
         """
         member = self.members[index]
         left, right = product.left, product.right
-        flat, shape = self._main(self._main_dtype), (left.shape[0], right.shape[1])
-        target = flat.as_strided(shape, (shape[1], 1), flat.storage_offset() + member.offset)  # one view, not three
+        shape = left.shape[0], right.shape[1]
+        target = self._of_one_rank(member, shape, (shape[1], 1))
         add = self._add_product or op("add_product", left)
         add(target, left, right, begins=index not in self._accumulated)
         self._accumulated.add(index)
@@ -201,32 +204,45 @@ class Bucket:
             self._flat = self._pool.take((self.shard.size, self.row), dtype)
         return self._flat
 
+    def _of_one_rank(self, member: BucketParameter, shape: Sequence[int], strides: Sequence[int]) -> Tensor:
+        """Return a member's gradient in the buffer of an axis of one rank: by one view, not three."""
+        flat = self._main(self._main_dtype)
+        return flat.as_strided(shape, strides, flat.storage_offset() + member.offset)
+
     def _accumulate(self, index: int) -> None:
         member = self.members[index]
         grad = member.parameter.grad
         self._added_products.discard(index)
         if grad is None:
             return
-        target = self._columns(self._main(self._main_dtype), member)
-        op("add_gradient", target)(target, member.rows(grad), begins=index not in self._accumulated)
+        if self.shard.size == 1:
+            target = self._of_one_rank(member, (1, *member.piece), (member.numel, *member.strides))
+            pieces = grad.unsqueeze(0)
+        else:
+            target = self._columns(self._main(self._main_dtype), member)
+            pieces = member.rows(grad)
+        op("add_gradient", target)(target, pieces, begins=index not in self._accumulated)
         self._accumulated.add(index)
         member.parameter.grad = None
 
     def _accumulate_all(self) -> None:
         """Accumulate the gradients whose copies were deferred until the bucket is complete."""
+        if not self._copy_later:
+            return
         deferred, self._copy_later = self._copy_later, []
         if len(deferred) == len(self.members) and self._pack_at_once(self._main_dtype):
             self._accumulated.update(deferred)
-        elif self.shard.size == 1 and len(first := [i for i in deferred if i not in self._accumulated]) > 1:
+            return
+        if self.shard.size == 1 and len(first := [i for i in deferred if i not in self._accumulated]) > 1:
+            deferred = [index for index in deferred if index in self._accumulated]
             self._copy_together(first)
         for index in deferred:
             self._accumulate(index)
 
     def _copy_together(self, indices: Sequence[int]) -> None:
         """Copy small gradients to a buffer in which they are contiguous, in one call."""
-        flat = self._main(self._main_dtype)[0]
         members = [self.members[index] for index in indices]
-        targets = [flat[member.offset : member.offset + member.numel].view(member.piece) for member in members]
+        targets = [self._of_one_rank(member, member.piece, member.strides) for member in members]
         grads = [member.parameter.grad for member in members if member.parameter.grad is not None]
         assert len(grads) == len(targets)
         torch._foreach_copy_(targets, grads)

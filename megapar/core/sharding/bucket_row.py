@@ -61,6 +61,11 @@ class BucketParameter:
         """The number of elements of one piece, including padding."""
         return prod(self.piece)
 
+    @cached_property
+    def strides(self) -> tuple[int, ...]:
+        """The strides of one piece in a row."""
+        return tuple(prod(self.piece[dim + 1 :]) for dim in range(len(self.piece)))
+
     def parts(self, *, by_row: bool) -> tuple[int, ...]:
         """Return the lengths of a piece's rows of dim 0 and of the padding after them; ``numel`` if not ``by_row``."""
         if not by_row or not self.numel:

@@ -200,8 +200,7 @@ class ZeroSharding:
         weak = weakref.ref(self)
 
         def on_gradient(_: Tensor) -> None:
-            # No gradient yet: it is made later (``core.tensor_parallel.weight_gradients``), or not at all.
-            if (sharding := weak()) is not None and sharding.buckets[number].has_gradient(index):
+            if (sharding := weak()) is not None:
                 sharding._add(number, index)
 
         return on_gradient
@@ -221,11 +220,14 @@ class ZeroSharding:
 
     def _add(self, number: int, index: int) -> None:
         """Take the gradient of a bucket's member; launch complete buckets, in the planned order."""
+        bucket = self.buckets[number]
+        if not bucket.has_gradient(index):
+            return  # it is made later (``core.tensor_parallel.weight_gradients``), or not at all
         if self._step_digest is not None:
-            member = self.buckets[number].members[index]
+            member = bucket.members[index]
             assert member.parameter.grad is not None
             self._step_digest.gradient(member.spec.unit, member.spec.name, member.parameter.grad)
-        if self.buckets[number].add(index) and self._overlap_reduce and self._reducing:  # [2]
+        if bucket.add(index) and self._overlap_reduce and self._reducing:  # [2]
             self._ready.add(number)
             while self._next in self._ready:
                 self._start_next()
@@ -235,15 +237,17 @@ class ZeroSharding:
         return self._reduce_every or self._last
 
     def _start_next(self) -> None:
-        self.buckets[self._next].start_grad_reduce(overlap=self._overlap_reduce)  # [3]
+        bucket = self.buckets[self._next]
+        bucket.start_grad_reduce(overlap=self._overlap_reduce)  # [3]
         # The previous bucket sums its row over the replicas while this one's reduce-scatter runs.
         if self._last and self._next + 1 < len(self.buckets):
             before = self.buckets[self._next + 1]
             if before.replica.group is not None:
                 before.finish_grad_reduce(last=True, overlap=self._overlap_reduce)  # [4]
-        self._in_flight.append(self._next)
+        if bucket.shard.size > 1 or bucket.replica.size > 1:
+            self._in_flight.append(self._next)
+            self._finish_oldest()
         self._next -= 1
-        self._finish_oldest()
 
     def _finish_oldest(self) -> None:
         """Finish the oldest reductions while too many bytes are in flight; later buckets reuse their buffers."""

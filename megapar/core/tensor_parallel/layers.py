@@ -41,7 +41,7 @@ from megapar.core.tensor_parallel.overlapped_linear import (
     ReducedRow,
     ScatteredRow,
 )
-from megapar.core.tensor_parallel.weight_gradients import defer_wgrad_of, linear, linear_onto
+from megapar.core.tensor_parallel.weight_gradients import DeferWgrad, defer_wgrad_of, linear, linear_onto
 
 if TYPE_CHECKING:
     from typing_extensions import NotRequired, Unpack
@@ -193,12 +193,12 @@ class ColumnLinear(_SplitLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply [B, S(/mp), I] to [B, S, *out dims], one of them cut over mp."""
-        weight, bias, linear_comm = self._operands(x)
+        weight, bias, defer_wgrad = self._operands(x)
         if self.mp.size == 1:
-            y = linear(x, weight, bias, linear_comm.defer_wgrad, fp8=self.fp8)
+            y = linear(x, weight, bias, defer_wgrad, fp8=self.fp8)
         else:
-            y = self.product.apply(x, weight, bias, linear_comm)
-        return y.unflatten(-1, self.out_dims)
+            y = self.product.apply(x, weight, bias, self._communication(defer_wgrad))
+        return y.view(*y.shape[:-1], *self.out_dims)
 
     def start(self, x: Tensor) -> Started:
         """Launch the all-gather of ``forward``, if any. ``finish`` computes the product."""
@@ -211,17 +211,19 @@ class ColumnLinear(_SplitLinear):
         """Wait for the all-gather and return the output of ``forward``."""
         if started.handle is None or started.ticket is None:
             return self(started.x)
-        weight, bias, linear_comm = self._operands(started.x)
+        weight, bias, defer_wgrad = self._operands(started.x)
         gathered = wait(started.handle, started.ticket)
-        y = ArrivedColumn.apply(gathered, started.x.detach(), weight, bias, linear_comm)
-        return y.unflatten(-1, self.out_dims)
+        y = ArrivedColumn.apply(gathered, started.x.detach(), weight, bias, self._communication(defer_wgrad))
+        return y.view(*y.shape[:-1], *self.out_dims)
 
-    def _operands(self, x: Tensor) -> tuple[Tensor, Tensor | None, LinearComm]:
-        """Return weight [O/mp, I], bias [O/mp] and the communication options, for one use."""
-        bias = self._bias(x)
-        defer_wgrad = defer_wgrad_of(self.weight, self.weight_gradients)
-        linear_comm = LinearComm(self.mp, self.overlap, self.comm, defer_wgrad, fp8=self.fp8)
-        return local(self.weight).flatten(0, -2), None if bias is None else bias.flatten(), linear_comm
+    def _operands(self, x: Tensor) -> tuple[Tensor, Tensor | None, DeferWgrad | None]:
+        """Return weight [O/mp, I], bias [O/mp], and what takes the product of the weight's gradient, for one use."""
+        bias, weight = self._bias(x), self.weight
+        defer_wgrad = defer_wgrad_of(weight, self.weight_gradients)
+        return local(weight).flatten(0, -2), None if bias is None else bias.flatten(), defer_wgrad
+
+    def _communication(self, defer_wgrad: DeferWgrad | None) -> LinearComm:
+        return LinearComm(self.mp, self.overlap, self.comm, defer_wgrad, fp8=self.fp8)
 
 
 class RowLinear(_SplitLinear):

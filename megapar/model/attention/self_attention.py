@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -214,12 +214,16 @@ class SelfAttention(nn.Module, ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} has no QK-clip. Define clip_factors.")
 
-    @contextmanager
-    def drawing(self, context: Context, place: str, device: torch.device) -> Iterator[float]:
+    def drawing(self, context: Context, place: str, device: torch.device) -> AbstractContextManager[float]:
         """Draw from the random stream ``place``. Yields the weights' dropout probability, 0 outside training."""
-        dropout = self.dropout if self.training else 0.0
-        with context.streams.drawing(device, place, self.stream) if dropout else nullcontext():
-            yield dropout
+        if not self.training or not self.dropout:
+            return nullcontext(0.0)
+        return self._drawing(context, place, device)
+
+    @contextmanager
+    def _drawing(self, context: Context, place: str, device: torch.device) -> Iterator[float]:
+        with context.streams.drawing(device, place, self.stream):
+            yield self.dropout
 
     def mask_of(self, context: Context) -> DeviceMask:
         """Return the mask of this layer: that of the context, in the layer's window."""

@@ -102,6 +102,8 @@ class LayerNorm(Norm):
 @counted(2)
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """Normalize x as ``RmsNorm`` does, in the dtype of the weight, and round the result to that of x."""
+    if x.dtype == weight.dtype:
+        return op("rms_norm", x)(x, weight, epsilon)
     return op("rms_norm", x)(x.to(weight.dtype), weight, epsilon).to(x.dtype)
 
 
