@@ -235,10 +235,13 @@ class SelfAttention(nn.Module, ABC):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: Context, rows: Rows) -> Tensor:
         """Run the core on this rank's heads or blocks, to [B, S, N, V]. Shapes as in ``core``."""
-        flash, mask = self.sizes.flash, self.mask_of(context)
-        heads = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+        flash, mask, halos = self.sizes.flash, self.mask_of(context), self.halos(context)
         with self.drawing(context, self.place, q.device) as dropout:
-            if halos := self.halos(context):
+            exchanges = bool(halos) or context.plan is not None
+            if not (exchanges or dropout or mask.form in (DOCUMENTS, WINDOW) or rows is not None):
+                return self.run(attend, q, k, v, mask.valid, mask.form, self.operator if flash else None)
+            heads = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+            if halos:
                 y = self._attend_runs(*heads, mask, halos[0], dropout, rows)
             elif context.plan is not None:
                 y = attend_blockwise(
@@ -248,10 +251,8 @@ class SelfAttention(nn.Module, ABC):
                     expansion=self.expansion(),
                     seen_by=rows,
                 )
-            elif dropout or mask.form in (DOCUMENTS, WINDOW) or rows is not None:
-                y = self.attend(*heads, mask, dropout, rows)
             else:
-                return self.run(attend, q, k, v, mask.valid, mask.form, self.operator if flash else None)
+                y = self.attend(*heads, mask, dropout, rows)
         return y.transpose(1, 2)
 
     def _attend_runs(
