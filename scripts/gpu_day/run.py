@@ -73,7 +73,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="scripts/gpu_day.sh", description=__doc__)
     parser.add_argument("--minutes", type=float, default=25.0, help="time limit of all parts")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--small", action="store_true", help="sizes whose parts take two minutes together, even on a CPU")
+    parser.add_argument("--small", action="store_true", help="sizes that all parts run in two minutes, even on a CPU")
     parser.add_argument("--parts", default=",".join(PARTS), help=f"parts of {', '.join(PARTS)}; default: all")
     parser.add_argument("--models", default=",".join(MODELS), help="models of the throughput races; default: all")
     parser.add_argument("--again", action="store_true", help="repeat what an earlier call has completed")
