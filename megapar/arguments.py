@@ -136,8 +136,12 @@ def parse_or_exit(
     starting = environ is None if starting is None else starting
     environ = os.environ if environ is None else environ
     prints = environ.get("RANK", "0") == "0" or environ.get("WORLD_SIZE", "1") == "1"
-    if any(token in ("-h", "--help") for token in argv):
-        _print(help_text(kind), prints)
+    if (topic := _help_topic(argv)) is not None:
+        try:
+            _print(help_text(kind, topic), prints)
+        except LookupError as error:
+            _print(f"megapar: {error.args[0]}\n", prints, error=True)
+            raise SystemExit(2) from None
         raise SystemExit(0)
     try:
         config = parse(kind, argv, environ, starting=starting)
@@ -152,6 +156,15 @@ def parse_or_exit(
     with suppress(OSError):  # a full disk under the log must not end the run
         _print("".join(f"megapar: {text}\n" for text in messages), prints and warn, error=True)
     return config
+
+
+def _help_topic(argv: Sequence[str]) -> str | None:
+    """Return what --help is asked about, "" for everything in brief; None without --help."""
+    for at, token in enumerate(argv):
+        name, _, attached = token.partition("=")
+        if name in ("-h", "--help"):
+            return attached or next((word for word in argv[at + 1 : at + 2] if not word.startswith("-")), "")
+    return None
 
 
 def _concerns_one(error: ConfigError, environ: Mapping[str, str]) -> bool:

@@ -52,8 +52,9 @@ number. With `script: pretrain_moe.py` (or `pretrain_ernie.py`) the other traine
 `assume` are for `megapar plan` (docs/plan.md).
 
 ```bash
-python pretrain_moe.py --help
-scripts/generated_pages.py --check     # exit status 1 if this page does not match the code
+python pretrain_moe.py --help             # examples, and the groups below
+python pretrain_moe.py --help recompute   # the flags of a group; also of one flag, or all
+scripts/generated_pages.py --check        # exit status 1 if this page does not match the code
 ```
 """
 COMPATIBILITY_HEAD = """# Compatibility matrix

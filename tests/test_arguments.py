@@ -13,9 +13,9 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from megapar.arguments import FLAGS, GROUPS, SCRIPTS, Config, parse, parse_or_exit
+from megapar.arguments import FLAGS, GROUPS, KINDS, SCRIPTS, Config, parse, parse_or_exit
 from megapar.config.read import normal, spellings
-from megapar.config.report import help_text
+from megapar.config.report import EXAMPLES, help_text
 from megapar.errors import ConfigError
 from megapar.schema.flag import Flag, from_flags
 from tests.support.token_files import write_tokens
@@ -427,10 +427,87 @@ def test_a_warning_that_cannot_be_written_ends_no_start(monkeypatch: pytest.Monk
 
 def test_help_has_every_flag_with_its_default_and_unit() -> None:
     for kind in SCRIPTS:
-        page = help_text(kind)
+        page = help_text(kind, "all")
         for flag in FLAGS.values():
             assert bool(re.search(rf"^  {flag.spelling}(?![\w-])", page, re.MULTILINE)) == (kind in flag.models)
         assert page.count("(default:") == sum(kind in flag.models for flag in FLAGS.values())
+
+
+def test_help_begins_with_examples_and_lists_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    for kind in SCRIPTS:
+        page, every = help_text(kind), help_text(kind, "all")
+        assert page.startswith("examples:\n  megapar pretrain ")
+        assert len(page.splitlines()) < 40
+        for group in {flag.group for flag in FLAGS.values() if kind in flag.models}:
+            assert re.search(rf"^  {group} +\d+  \w", page, re.MULTILINE)
+            assert help_text(kind, group) in every
+    assert _printed("-h", capsys) == (0, help_text("moe"), "")
+
+
+@pytest.mark.parametrize(
+    ("argv", "told", "not_told"),
+    [
+        ("--help recompute", "--recompute-method {uniform,block}", "--seq-length"),
+        ("--lr 1 --help=recompute", "--recompute-method {uniform,block}", "--seq-length"),
+        ("--help Seq_Length", "  --seq-length INT", "--hidden-size"),
+        ("--help segment-broadcast-MB", "--segment-broadcast-MB FLOAT", "--segment-anchors VALUE"),
+        ("--help all", "--seq-length", "examples:"),
+        ("--help --lr 1", "examples:", "--seq-length"),
+    ],
+)
+def test_help_tells_a_group_or_a_flag(argv: str, told: str, not_told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = _printed(argv, capsys)
+    assert (status, err) == (0, "")
+    assert told in out
+    assert not_told not in out
+
+
+@pytest.mark.parametrize(
+    ("topic", "near"),
+    [
+        ("optimiser", "Did you mean optimizer or optimizer-offload?"),
+        ("checkpoints", "Did you mean checkpoint"),
+        ("router", "Did you mean moe-router-topk, "),
+        ("zzz", "has this name. Groups: parallel, sharding,"),
+    ],
+)
+def test_help_of_an_unknown_group_names_near_ones(topic: str, near: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = _printed(f"--help {topic}", capsys)
+    assert (status, out) == (2, "")
+    assert near in err
+
+
+def _printed(line: str, capsys: pytest.CaptureFixture[str]) -> tuple[object, str, str]:
+    """Status, output and errors of a command line that starts nothing."""
+    with pytest.raises(SystemExit) as left:
+        parse_or_exit("moe", line.split(), {})
+    return left.value.code, *capsys.readouterr()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_examples_of_help_are_accepted(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("my.jsonl").write_text('{"text": "a rank holds a part of every layer"}\n')
+    for command, _ in EXAMPLES[kind]:
+        words = command.split()
+        at = words.index("pretrain")
+        assert words[at + 1] == kind
+        environ = {"WORLD_SIZE": words[words.index("--nproc-per-node") + 1]} if words[1] == "launch" else {}
+        assert parse(kind, words[at + 2 :], environ).kind == kind
+
+
+def test_validate_only_prints_what_is_no_default(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "--validate-only --data-path mock --num-layers 3"
+    shown = {full: _printed(f"{line} {'--log-start full' if full else ''}", capsys)[1] for full in (False, True)}
+    rows = {full: dict(re.findall(r"^  (--\S+) .* (\w+)$", text, re.MULTILINE)) for full, text in shown.items()}
+    assert rows[False]["--num-layers"] == "flag"
+    assert rows[False]["--head-dim"] == "derived"
+    assert "default" not in rows[False].values()
+    assert rows[False].items() <= rows[True].items()
+    hidden = {name for name, origin in rows[True].items() if origin == "default"}
+    assert f"\n{len(hidden) + 1} values are defaults; --log-start full prints them as well\n" in shown[False]
+    assert len(rows[True]) == sum("moe" in flag.models for flag in FLAGS.values())
+    assert "values are defaults" not in shown[True]
 
 
 def test_groups_of_a_huge_world_are_shortened(capsys: pytest.CaptureFixture[str]) -> None:

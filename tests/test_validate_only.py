@@ -212,7 +212,7 @@ def test_only_rank_0_speaks(folder: Path) -> None:
 
 
 def test_help_needs_no_torch(folder: Path) -> None:
-    done = start(folder, "pretrain_moe.py", "--help")
+    done = start(folder, "pretrain_moe.py", "--help model")
     assert (done.returncode, done.stderr) == (0, "heavy: []\n")
     assert "--hidden-size INT" in done.stdout
     assert "[features]" in done.stdout

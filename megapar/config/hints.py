@@ -12,8 +12,8 @@ from types import MappingProxyType
 from megapar.schema.rule import either
 
 TRANSLATE = (
-    "--help lists all flags; `megapar translate -- ARGUMENTS` translates those of Megatron-LM, MindSpeed, DeepSpeed "
-    "and PaddlePaddle."
+    "--help all lists all flags; `megapar translate -- ARGUMENTS` translates those of Megatron-LM, MindSpeed, "
+    "DeepSpeed and PaddlePaddle."
 )
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from itertools import islice, product
 from typing import Any
 
@@ -11,7 +12,8 @@ from megapar.config.config import FLAGS, GROUPS, Config
 from megapar.core.grid import DENSE_AXES, EXPERT_AXES, Grid
 from megapar.errors import Complaint
 from megapar.files.uri import masked
-from megapar.schema.flag import SCRIPTS, Flag
+from megapar.schema.flag import SCRIPTS, Flag, normal
+from megapar.schema.rule import either
 
 WIDTH = 100
 
@@ -62,37 +64,85 @@ def describe(flag: Flag, kind: str) -> str:
     return f"{flag.help}{unit} (default: {default_text(flag, kind)}{off}{also})"
 
 
-def help_text(kind: str) -> str:
-    """Return the complete help page of one trainer."""
-    lines = [
-        f"usage: python {SCRIPTS[kind]} [--config NAME|FILE.yaml] [FLAGS]",
-        f"       megapar launch --nproc-per-node N {SCRIPTS[kind]} [FLAGS]",
-        f"       or, without a checkout, pretrain {kind} in place of the script: megapar pretrain {kind} [FLAGS]",
-        "",
-        "megapar configs lists the names of configurations.",
-        "The last of repeated flags wins, and the command line overrides YAML files. --no-FLAG turns a switch off.",
+EXAMPLES = {
+    "moe": (
+        ("megapar pretrain moe --config tiny --save runs/tiny", "a preset; megapar configs lists them"),
+        ("megapar pretrain moe --config tiny --data-path my.jsonl --train-iters 100", "on your own text"),
+        (
+            "megapar pretrain moe --config tiny --sharding-degree 4 --world-size 4 --validate-only",
+            "check, start nothing",
+        ),
+        ("megapar launch --nproc-per-node 4 pretrain moe --config tiny --sharding-degree 4", "four processes"),
+    ),
+    "ernie": (
+        ("megapar pretrain ernie --config ernie-quickstart --save runs/ernie", "a preset; megapar configs lists them"),
+        ("megapar pretrain ernie --data-path my.jsonl --train-iters 100", "on your own text"),
+        ("megapar pretrain ernie --config sharding-32 --data-path my.jsonl --validate-only", "check, start nothing"),
+        (
+            "megapar launch --nproc-per-node 4 pretrain ernie --config ernie-quickstart --sharding-degree 4",
+            "four processes",
+        ),
+    ),
+}
+"""Commands of ``--help``, each with what it does, by trainer."""
+ALL = "all"
+
+
+def help_text(kind: str, topic: str = "") -> str:
+    """Return the help of one trainer: examples and the groups of flags.
+
+    ``topic`` is a group or a flag, of which all is told, or ``all``. Raises LookupError for another, with near names.
+    """
+    groups: dict[str, list[Flag]] = {}
+    for flag in FLAGS.values():
+        if kind in flag.models:
+            groups.setdefault(flag.group, []).append(flag)
+    if not topic:
+        return _overview(kind, groups)
+    word = normal(topic)
+    if word in groups or word == ALL:
+        shown = groups if word == ALL else {word: groups[word]}
+        parts = [f"{name}: {GROUPS[name].title}\n{_told(flags, kind)}" for name, flags in shown.items()]
+        return "\n\n".join(parts) + "\n"
+    known = {normal(flag.spelling[2:]): flag for flags in groups.values() for flag in flags}
+    if word in known:
+        return f"{_told([known[word]], kind)}\n"
+    names = list(dict.fromkeys([*groups, *known]))
+    near = [name for name in names if word in name][:NEAR] or get_close_matches(word, names, NEAR, 0.6)
+    hint = f" Did you mean {either(near)}?" if near else ""
+    every = f"Groups: {', '.join(groups)}, {ALL}."
+    raise LookupError(f"--help {topic}: no group or flag of {SCRIPTS[kind]} has this name.{hint} {every}")
+
+
+def _overview(kind: str, groups: Mapping[str, Sequence[Flag]]) -> str:
+    lines = [line for command, does in EXAMPLES[kind] for line in (f"  {command}", f"      {does}")]
+    listed = [
+        f"  {name:12} {len(flags):3}  {GROUPS[name].title.split('. ')[0].rstrip('.')}" for name, flags in groups.items()
     ]
-    for group, listed in GROUPS.items():
-        flags = [flag for flag in FLAGS.values() if flag.group == group and kind in flag.models]
-        if not flags:
-            continue
-        lines += ["", f"{group}: {listed.title}"]
-        for flag in flags:
-            lines.append(f"  {signature(flag)}")
-            lines += textwrap.wrap(
-                describe(flag, kind),
-                WIDTH,
-                initial_indent=" " * 6,
-                subsequent_indent=" " * 6,
-                break_long_words=False,
-                break_on_hyphens=False,
-            )
+    lines = [
+        "examples:",
+        *lines,
+        "",
+        f"usage: megapar pretrain {kind} [--config NAME|FILE.yaml] [FLAGS]     in a checkout: python {SCRIPTS[kind]}",
+        "The last of repeated flags wins, and the command line overrides YAML files. --no-FLAG turns a switch off.",
+        "",
+        f"groups of flags (--help GROUP tells the flags of one, --help FLAG one flag, --help {ALL} every flag):",
+        *listed,
+    ]
     return "\n".join(lines) + "\n"
+
+
+def _told(flags: Sequence[Flag], kind: str) -> str:
+    wrap = textwrap.TextWrapper(
+        WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6, break_long_words=False, break_on_hyphens=False
+    )
+    return "\n".join(line for flag in flags for line in (f"  {signature(flag)}", *wrap.wrap(describe(flag, kind))))
 
 
 WHOLE_WORLD = 64
 FEW_GROUPS = 3
 FEW_RANKS = 4
+NEAR = 4
 
 
 def refusal(complaints: Sequence[Complaint]) -> str:
@@ -103,19 +153,25 @@ def refusal(complaints: Sequence[Complaint]) -> str:
 
 
 def effective(config: Config) -> str:
-    """Return every value with its origin, the batch, the ranks and the groups."""
+    """Return the values that are not defaults, with their origins, the batch, the ranks and the groups.
+
+    With ``--log-start full``, all values.
+    """
     ranks = f"{config.grid.world_size} rank{'s' if config.grid.world_size > 1 else ''}"
     result = f"is accepted for {ranks}"
     if config.runtime.rules_only:
         result = f"satisfies the rules for {ranks}; files were only read for the model's sizes"
     lines = [f"megapar: {SCRIPTS[config.kind]} {result}"]
-    values = config.values()
+    values, origins = config.values(), config.origins
+    known = [flag for flag in FLAGS.values() if config.kind in flag.models]
+    told = [flag for flag in known if origins[flag.name] != "default" or config.logging.log_start == "full"]
     for group in GROUPS:
-        flags = [flag for flag in FLAGS.values() if flag.group == group and config.kind in flag.models]
+        flags = [flag for flag in told if flag.group == group]
         lines += ["", group] if flags else []
         for flag in flags:
-            value = written(values[flag.name], flag)
-            lines.append(f"  {flag.spelling:40} {value:32} {config.origins[flag.name]}")
+            lines.append(f"  {flag.spelling:40} {written(values[flag.name], flag):32} {origins[flag.name]}")
+    if hidden := len(known) - len(told):
+        lines += ["", f"{hidden} values are defaults; --log-start full prints them as well"]
     training, data_ranks = config.training, config.grid.data_ranks
     lines += [
         "",

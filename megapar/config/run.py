@@ -336,7 +336,7 @@ class LoggingOptions:
     log_start: str = flag(
         "short",
         "lines before the first step; short: what the run is; full: also kernels, communicators and every flag that is "
-        "not at its default",
+        "not at its default; of --validate-only, full: the defaults as well",
         choices=("short", "full"),
     )
     log_update_norms: bool = flag(

@@ -25,7 +25,8 @@ def make_parser() -> ArgumentParser:
     parser = Parser(
         prog="megapar configs",
         description="List the configurations of the package with the model that each is for (megapar pretrain MODEL "
-        "--config NAME), or print one of them, as in: megapar configs tiny > my.yaml",
+        "--config NAME), or print one of them.",
+        examples=("tiny > my.yaml", "--from-hf downloaded/config.json > my.yaml"),
     )
     printed = parser.add_mutually_exclusive_group()
     printed.add_argument("name", nargs="?", metavar="NAME", help="print this configuration")

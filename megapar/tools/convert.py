@@ -14,7 +14,8 @@ from megapar.tools.parser import Parser, count
 
 def make_parser() -> Parser:
     """Return the parser of the command."""
-    parser = Parser(prog="megapar convert", description="Convert models, one tensor at a time.")
+    examples = ("hf-to-megapar downloaded runs/start", "megapar-to-hf runs/tiny released")
+    parser = Parser(prog="megapar convert", description="Convert models, one tensor at a time.", examples=examples)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     importer = commands.add_parser("hf-to-megapar", help="a Hugging Face folder to a checkpoint")
     exporter = commands.add_parser("megapar-to-hf", help="a checkpoint of any layout to a Hugging Face folder")

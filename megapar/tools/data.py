@@ -20,7 +20,15 @@ from megapar.tools.parser import Parser, count
 
 def make_parser() -> Parser:
     """Return the parser of the command."""
-    parser = Parser(prog="megapar data", description="Prepare, check and show data, and train tokenizers.")
+    parser = Parser(
+        prog="megapar data",
+        description="Prepare, check and show data, and train tokenizers.",
+        examples=(
+            "prepare --input my.jsonl --tokenizer-model tokenizer.model --output data/my",
+            "show my.jsonl --tokenizer-model tokenizer.model",
+            "check data/my",
+        ),
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _prepare_flags(commands.add_parser("prepare", help="tokenize documents into PREFIX.bin and PREFIX.idx"))
     sample_view.add_flags(commands.add_parser("show", help="show a sample of a run: its text, documents and targets"))

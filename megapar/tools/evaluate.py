@@ -73,7 +73,12 @@ def make_parser() -> ArgumentParser:
     parser = Parser(
         prog="megapar evaluate",
         description="Print the held-out loss of a checkpoint of any layout. Options that are not listed here are flags "
-        "of the trainer, such as --eval-iters, --device and the degrees of a layout.",
+        "of the trainer, such as --eval-iters, --device and the degrees of a layout: megapar pretrain moe --help.",
+        examples=(
+            "runs/tiny --data-path my.jsonl",
+            "runs/tiny --eval-data-path other.jsonl --eval-iters 1000",
+            "runs/tiny --lm-eval arc_easy",
+        ),
         epilog="Several ranks: megapar launch --nproc-per-node N evaluate CHECKPOINT ... "
         "Exit status: 0 done, 2 refused, 1 anything else.",
         allow_abbrev=False,

@@ -28,6 +28,7 @@ def make_parser() -> ArgumentParser:
         description="Continue a prompt by a checkpoint of any layout: it is exported to a temporary folder, and "
         "transformers generates from it.",
         epilog="Exit status: 0 done, 2 refused, 1 anything else.",
+        examples=("runs/tiny --prompt 'The license'",),
     )
     add = parser.add_argument
     add("checkpoint", metavar="CHECKPOINT", help="folder or URI of --save, for its latest checkpoint, or one in it")

@@ -4,20 +4,34 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from types import MappingProxyType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 
 class Parser(argparse.ArgumentParser):
     """A parser that reports errors in one line, with the nearest name for an unknown option.
 
-    Attributes:
+    Args:
+        examples: Command lines without the program name, with which --help begins.
         elsewhere: What other programs' options are called here.
     """
 
-    elsewhere: Mapping[str, str] = MappingProxyType({})
+    def __init__(
+        self,
+        *args: Any,
+        examples: Sequence[str] = (),
+        elsewhere: Mapping[str, str] = MappingProxyType({}),
+        **more: Any,
+    ) -> None:
+        super().__init__(*args, **more)
+        self.examples, self.elsewhere = tuple(examples), elsewhere
+
+    def format_help(self) -> str:
+        """Return the help, with the examples first."""
+        lines = [f"  {self.prog} {example}\n" for example in self.examples]
+        return "".join(["examples:\n", *lines, "\n"] if lines else []) + super().format_help()
 
     def error(self, message: str) -> NoReturn:
         """Print the error and exit with status 2."""

@@ -59,7 +59,12 @@ def make_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="megapar plan",
         description="Plan a configuration: legality, ranks, memory, traffic, time. Flags that are not listed here are "
-        "those of the trainer.",
+        "those of the trainer: megapar pretrain moe --help.",
+        examples=(
+            "--config mixtral-8x7b --world-size 64",
+            "--config mixtral-8x7b --world-size 64 --search --write fastest.yaml",
+            "--config llama-3-8b --device-kind h200 --html plan.html",
+        ),
         epilog="Exit status: 0 planned, 3 planned but does not fit (--search: no layout fits), 2 refused (--search: no "
         "layout is legal), 1 if a trace fails or --svg cannot be written.",
         allow_abbrev=False,

@@ -13,6 +13,7 @@ from difflib import get_close_matches
 from typing import NoReturn
 
 from megapar.arguments import KINDS, SCRIPTS, Config, parse_or_exit
+from megapar.config.report import EXAMPLES
 from megapar.health.stop.parent import end_with_launcher
 from megapar.tools.packages import packages_or_exit
 from megapar.training.loop.outline import outline
@@ -37,8 +38,10 @@ def main(argv: Sequence[str]) -> int:
 
 def usage() -> str:
     """Return the text of ``megapar pretrain --help``; that of a trainer lists its flags."""
-    lines = [f"  {kind:6} {text}; megapar pretrain {kind} --help lists its flags" for kind, text in MODELS.items()]
-    return "\n".join(["usage: megapar pretrain MODEL [--config NAME|FILE.yaml] [FLAGS]", "", *lines])
+    lines = [f"  {kind:6} {text}; its flags: megapar pretrain {kind} --help" for kind, text in MODELS.items()]
+    examples = [f"  {EXAMPLES[kind][0][0]}" for kind in MODELS]
+    usage = ["", "usage: megapar pretrain MODEL [--config NAME|FILE.yaml] [FLAGS]", ""]
+    return "\n".join(["examples:", *examples, *usage, *lines])
 
 
 def not_a_model(word: str) -> str:

@@ -33,7 +33,11 @@ SHOWN_NAMES = 3  # in the title of a page of several runs
 
 def make_parser() -> Parser:
     """Return the parser of the command."""
-    parser = Parser(prog="megapar report", description="Write one HTML page about a run, or about several.")
+    parser = Parser(
+        prog="megapar report",
+        description="Write one HTML page about a run, or about several.",
+        examples=("runs/tiny", "runs/a runs/b --output compared.html"),
+    )
     parser.add_argument("run", nargs="+", help="folders of --metrics-jsonl FOLDER/metrics.jsonl, or their URIs")
     parser.add_argument("--output", help="file or URI to write (default: report.html in the first folder)")
     parser.add_argument("--watch", action="store_true", help="write it at each log interval until the runs have ended")

@@ -102,7 +102,12 @@ class Translation:
 
 def make_parser() -> Parser:
     """Return the parser of the command's own options."""
-    parser = Parser(prog="megapar translate", description=__doc__, epilog=_STATUS)
+    examples = (
+        "train.sh",
+        "train.sh MODEL_SIZE=8b --json",
+        "-- --num-layers 4 --hidden-size 64 --num-attention-heads 4",
+    )
+    parser = Parser(prog="megapar translate", description=__doc__, epilog=_STATUS, examples=examples)
     parser.add_argument("--json", action="store_true", help="print a list of objects, one per argument")
     parser.add_argument("--accept", action="store_true", help="exit with status 0 even if the training differs")
     parser.add_argument("source", nargs="*", metavar="FILE [NAME=VALUE ...]", help="a script, and variables for it")

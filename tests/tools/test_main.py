@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import shlex
+from pathlib import Path
+from pkgutil import resolve_name
+
 import pytest
 
+from megapar.arguments import FLAGS
 from megapar.compatibility import RULES
 from megapar.tools.main import COMMANDS, main
+
+OPTIONS = {"launch": "launcher.launch_options"}  # where a command's parser is, if not in its own module
 
 
 def test_commands_of_this_version() -> None:
@@ -18,6 +25,19 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     assert all(f"  {name}" in printed for name in COMMANDS)
     assert main([]) == 2
+
+
+@pytest.mark.parametrize("name", [*COMMANDS.keys() - {"pretrain", "rules", "completion", "docs"}])
+def test_help_of_a_command_begins_with_examples_that_it_takes(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    parser = resolve_name(f"megapar.tools.{OPTIONS.get(name, COMMANDS[name][0])}:make_parser")()
+    printed = parser.format_help()
+    assert printed.startswith(f"examples:\n  megapar {name} {parser.examples[0]}\n")
+    assert f"\n\nusage: megapar {name} " in printed
+    for example in parser.examples:
+        words = shlex.split(example.partition(" > ")[0].partition("   ")[0])
+        _, rest = parser.parse_known_args(words)
+        assert not rest or name in ("plan", "evaluate")
+        assert {word.removeprefix("--").replace("-", "_") for word in rest if word.startswith("--")} <= FLAGS.keys()
 
 
 def test_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:

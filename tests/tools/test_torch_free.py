@@ -30,6 +30,7 @@ LARGE = ("--config", "configs/gpt-117m.yaml")
         (("pretrain_moe.py", "--validate-only", "--data-path", "mock"), 0),
         (("pretrain_ernie.py", "--validate-only", "--data-path", "mock", "--ernie-model", "ernie3"), 2),
         (("pretrain_ernie.py", "--help"), 0),
+        ((MAIN, "pretrain", "moe", "--help", "optimizer"), 0),
         ((MAIN, "--help"), 0),
         ((MAIN, "configs"), 0),
         ((MAIN, "pretrain", "moe", "--config", "tiny", "--validate-only"), 0),

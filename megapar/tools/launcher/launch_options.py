@@ -116,10 +116,15 @@ def make_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="megapar launch",
         description="Check the configuration once, then start the ranks of this node.",
+        examples=(
+            "--nproc-per-node 8 pretrain moe --config mixtral-8x7b",
+            "--nproc-per-node 8 --nnodes 2 --rdzv-endpoint node0:29500 --max-restarts 3 pretrain moe --config my.yaml",
+            "pretrain moe --help                      the flags of the trainer",
+        ),
         epilog="Exit status: 0 done (also after a signal, if the checkpoint was saved), 2 refused, 1 anything else.",
         allow_abbrev=False,
+        elsewhere=_TORCHRUN,
     )
-    parser.elsewhere = _TORCHRUN
     add = parser.add_argument
     add("--nproc-per-node", type=count, default=1, metavar="N", help="ranks on this node (default: 1)")
     add("--nnodes", type=_nodes, default=(1, 1), metavar="N", help="number of nodes, or MIN:MAX (default: 1)")
