@@ -91,7 +91,7 @@ ALL = "all"
 def help_text(kind: str, topic: str = "") -> str:
     """Return the help of one trainer: examples and the groups of flags.
 
-    ``topic`` is a group or a flag, of which all is told, or ``all``. Raises LookupError for another, with near names.
+    ``topic`` is a group or a flag, of which all is shown, or ``all``. Raises LookupError for another, with near names.
     """
     groups: dict[str, list[Flag]] = {}
     for flag in FLAGS.values():
@@ -102,11 +102,11 @@ def help_text(kind: str, topic: str = "") -> str:
     word = normal(topic)
     if word in groups or word == ALL:
         shown = groups if word == ALL else {word: groups[word]}
-        parts = [f"{name}: {GROUPS[name].title}\n{_told(flags, kind)}" for name, flags in shown.items()]
+        parts = [f"{name}: {GROUPS[name].title}\n{_lines_of(flags, kind)}" for name, flags in shown.items()]
         return "\n\n".join(parts) + "\n"
     known = {normal(flag.spelling[2:]): flag for flags in groups.values() for flag in flags}
     if word in known:
-        return f"{_told([known[word]], kind)}\n"
+        return f"{_lines_of([known[word]], kind)}\n"
     names = list(dict.fromkeys([*groups, *known]))
     near = [name for name in names if word in name][:NEAR] or get_close_matches(word, names, NEAR, 0.6)
     hint = f" Did you mean {either(near)}?" if near else ""
@@ -132,7 +132,7 @@ def _overview(kind: str, groups: Mapping[str, Sequence[Flag]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _told(flags: Sequence[Flag], kind: str) -> str:
+def _lines_of(flags: Sequence[Flag], kind: str) -> str:
     wrap = textwrap.TextWrapper(
         WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6, break_long_words=False, break_on_hyphens=False
     )
@@ -164,13 +164,13 @@ def effective(config: Config) -> str:
     lines = [f"megapar: {SCRIPTS[config.kind]} {result}"]
     values, origins = config.values(), config.origins
     known = [flag for flag in FLAGS.values() if config.kind in flag.models]
-    told = [flag for flag in known if origins[flag.name] != "default" or config.logging.log_start == "full"]
+    shown = [flag for flag in known if origins[flag.name] != "default" or config.logging.log_start == "full"]
     for group in GROUPS:
-        flags = [flag for flag in told if flag.group == group]
+        flags = [flag for flag in shown if flag.group == group]
         lines += ["", group] if flags else []
         for flag in flags:
             lines.append(f"  {flag.spelling:40} {written(values[flag.name], flag):32} {origins[flag.name]}")
-    if hidden := len(known) - len(told):
+    if hidden := len(known) - len(shown):
         lines += ["", f"{hidden} values are defaults; --log-start full prints them as well"]
     training, data_ranks = config.training, config.grid.data_ranks
     lines += [
