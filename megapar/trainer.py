@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -61,7 +62,7 @@ from megapar.training.reports.monitor import Monitor, make_monitor
 from megapar.training.reports.record import Record
 from megapar.training.reports.run_facts import write_end
 from megapar.training.reports.streams import guard_streams
-from megapar.training.reports.terminal import PlainTerminal, make_terminal
+from megapar.training.reports.terminal import EVALUATION, SAVE, PlainTerminal, make_terminal
 from megapar.training.step.bad_steps import make_bad_step_policy
 from megapar.training.step.batches import BatchFeed
 from megapar.training.step.dtypes import make_loss_scale
@@ -443,6 +444,8 @@ class Trainer:
     def _after_step(self) -> None:
         """Adapt recomputation, check, log, save and evaluate, each if it is due."""
         training, iteration = self.config.training, self.progress.iteration
+        if self.terminal is not None:
+            self.terminal.stepped(iteration)
         self.adapt()
         self.control.stepped(iteration)
         self.checkpoints.poll()
@@ -569,6 +572,15 @@ class Trainer:
 
     # Around the step
 
+    @contextmanager
+    def _pause(self, name: str, detail: str) -> Iterator[None]:
+        """Enter a section whose time is not that of steps."""
+        with self.monitor.paused(), self.watch.section(name, detail):
+            start = time.perf_counter()
+            yield
+        if self.terminal is not None:
+            self.terminal.paused(name, time.perf_counter() - start)
+
     def _evaluate(self) -> dict[str, float]:
         heldout = self.corpus.evaluation_sets
         assert heldout  # the rules refuse an evaluation without held-out samples
@@ -577,8 +589,8 @@ class Trainer:
         self.loader.settle()
         with self.world.meter.paused():
             self.job.sharding.wait()
-        section = self.watch.section("evaluation", f"after step {self.progress.iteration}")
-        with self.world.uncounted(), self.monitor.paused(), section, self._status() as status:
+        pause = self._pause(EVALUATION, f"after step {self.progress.iteration}")
+        with self.world.uncounted(), pause, self._status() as status:
             sizes = self.corpus.token_bytes if self.config.model.causal else None
             means = evaluate(self.config, self.job, heldout, self.collate, self.objective, sizes, status)
             scores = score_tasks(self.config, self.job, self.corpus.eval_tasks, self.collate, status)
@@ -615,7 +627,7 @@ class Trainer:
         self.corpus.check_files()
         self._check(saved=True)
         self._flush()  # a resumed run does not repeat these steps, so its log and loss history must contain them
-        with self.monitor.paused(), self.watch.section("save", f"of iteration {self.progress.iteration}"):
+        with self._pause(SAVE, f"of iteration {self.progress.iteration}"):
             self._order_experts()
             self.checkpoints.save(self.progress.iteration, self._scalars(), final=final)
         self.control.saved()

@@ -21,7 +21,7 @@ from megapar.errors import DataError
 from megapar.trainer import Trainer, train
 from megapar.training.loop.callbacks import TrainerCallback
 from megapar.training.reports.record import Record
-from megapar.training.reports.terminal import PlainTerminal
+from megapar.training.reports.terminal import PlainTerminal, ProgressTerminal
 from megapar.training.step import bad_steps as numbers
 from tests.support.here import run_here
 from tests.support.objects import object_bytes
@@ -404,3 +404,30 @@ def test_a_quiet_run_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     flags = [*SMALL["moe"], *COMMON, "--train-iters", "2", "--data-path", "mock"]
     assert train(parse("moe", flags, {}), quiet=True).stopped == ""
     assert capsys.readouterr().out == ""
+
+
+def test_the_bar_of_a_terminal_moves_with_every_step(tmp_path: Path) -> None:
+    """Between lines of the log, too, and with the time of evaluations and saves."""
+    seen: list[Any] = []
+
+    class Bar(ProgressTerminal):
+        def stepped(self, iteration: int) -> None:
+            super().stepped(iteration)
+            (task,) = self._progress.tasks
+            seen.append((task.completed, str(task.fields["left"]) != "-"))
+
+        def paused(self, name: str, seconds: float) -> None:
+            super().paused(name, seconds)
+            seen.append((name, seconds > 0))
+
+    flags = ("--log-interval", "100", "--eval-interval", "3", "--eval-iters", "1", "--save-interval", "4")
+    with (
+        patch("sys.stdout.isatty", return_value=True, create=True),
+        patch("megapar.training.reports.terminal.ProgressTerminal", Bar),
+    ):
+        run_here(tmp_path, *flags)
+    evaluated, saved = ("evaluation", True), ("save", True)
+    assert seen == [
+        *((1, False), (2, True), (3, True), evaluated, (4, True), saved, (5, True)),
+        *((6, False), saved, evaluated, saved),  # the last one waits for the files
+    ]

@@ -4,50 +4,19 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import deque
 from collections.abc import Callable
 from datetime import datetime
 from typing import TextIO
 
 from megapar.arguments import Config
 from megapar.core.status_line import StatusLine
-from megapar.core.units import clock_text
 from megapar.training.reports.logger import Logger
 from megapar.training.reports.record import Record
+from megapar.training.reports.time_left import TimeLeft
 
 TRAINING = "training"
-REPORTS = 20  # the newest ones count, so that a growing batch or a slower node shows within as many lines
-
-
-class TimeLeft:
-    """Estimates the time for the remaining steps from the reports so far.
-
-    The first step does not count, because it compiles, allocates and connects. With two or more reports, the estimate
-    uses the time between them, including evaluations and checkpoints. Before that it uses the steps of the first one.
-    """
-
-    def __init__(self) -> None:
-        self._reports: deque[tuple[float, int]] = deque(maxlen=REPORTS + 1)
-        self._first: list[float] = []
-
-    def measured(self, seconds: float) -> None:
-        """Add the seconds of a step that belongs to the next report."""
-        if not self._reports:
-            self._first.append(seconds)
-
-    def reported(self, now: float, iteration: int) -> None:
-        """Add a report of the steps up to ``iteration``, at the time ``now`` in seconds."""
-        self._reports.append((now, iteration))
-
-    def seconds(self, iteration: int, train_iters: int, now: float) -> float | None:
-        """Return the seconds left at time ``now``, after ``iteration``. None before a measurement and at the end."""
-        if iteration >= train_iters:
-            return None
-        if self._reports and iteration > self._reports[0][1]:
-            then, done = self._reports[0]
-            return (now - then) / (iteration - done) * (train_iters - iteration)
-        steps = self._first[1:]
-        return sum(steps) / len(steps) * (train_iters - iteration) if steps else None
+EVALUATION, SAVE = "evaluation", "save"
+"""The pauses between steps, by their sections."""
 
 
 class PlainTerminal(Logger):
@@ -57,14 +26,18 @@ class PlainTerminal(Logger):
     """
 
     def __init__(
-        self, train_iters: int, interval: int, stream: TextIO | None = None, clock: Callable[[], float] = time.time
+        self,
+        train_iters: int,
+        interval: int,
+        left: TimeLeft,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self._train_iters = train_iters
         self._interval = interval
         self._stream = stream or sys.stdout
         self._clock = clock
-        self._left = TimeLeft()
-        self._newest: int | None = None
+        self._left = left
 
     def print_line(self, text: str) -> None:
         """Print a line without a time."""
@@ -77,37 +50,42 @@ class PlainTerminal(Logger):
 
     def log(self, record: Record) -> None:
         """Print a line every log interval, and after every evaluation."""
-        self._newest = record.iteration
-        self._left.measured(record.iteration_seconds)
         if record.iteration % self._interval == 0 or record.eval_loss is not None:
-            left = self._left.seconds(record.iteration, self._train_iters, self._clock())
-            more = "" if left is None else f" | left {clock_text(left)}"
+            more = "" if self._left.seconds() is None else f" | left {self._left}"
             self.print_message(describe(record, self._train_iters, self._room() - len(more)) + more)
 
     def status(self) -> StatusLine:
         """Return the line of slow work between steps."""
         return StatusLine(self.print_message, rewrites=False)
 
+    def stepped(self, iteration: int) -> None:
+        """Count a step, whose numbers the device may still be computing."""
+        self._left.stepped(iteration)
+
+    def paused(self, name: str, seconds: float) -> None:
+        """Count an evaluation or a save."""
+        self._left.paused(name, seconds)
+
     def _room(self) -> int:
         """Return the characters of a line beside the time; a file or a pipe has all that a line needs."""
         return sys.maxsize
 
     def flush(self) -> None:
-        """Flush the stream. The records since the last flush are one report for the estimate of the time left."""
+        """Flush the stream."""
         self._stream.flush()
-        if self._newest is not None:
-            self._left.reported(self._clock(), self._newest)
-            self._newest = None
 
     def close(self) -> None:
         """Do nothing."""
 
 
 class ProgressTerminal(PlainTerminal):
-    """Shows a progress bar with loss and time left, for interactive terminals. Lines scroll above it."""
+    """Shows a progress bar with loss and time left, for interactive terminals. Lines scroll above it.
 
-    def __init__(self, train_iters: int, interval: int, start: int) -> None:
-        super().__init__(train_iters, interval)
+    It moves with every step, and the time left with every redrawing, neither of which waits for the device.
+    """
+
+    def __init__(self, train_iters: int, interval: int, left: TimeLeft, start: int) -> None:
+        super().__init__(train_iters, interval, left)
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
         self._progress = Progress(
@@ -117,7 +95,7 @@ class ProgressTerminal(PlainTerminal):
             TextColumn("loss {task.fields[loss]}"),
             TextColumn("left {task.fields[left]}"),
         )
-        self._task = self._progress.add_task("", total=train_iters, completed=start, what=TRAINING, loss="-", left="-")
+        self._task = self._progress.add_task("", total=train_iters, completed=start, what=TRAINING, loss="-", left=left)
         self._progress.start()
 
     def print_line(self, text: str) -> None:
@@ -131,12 +109,15 @@ class ProgressTerminal(PlainTerminal):
     def _room(self) -> int:
         return self._progress.console.width - len("2026-01-01 00:00:00 ")
 
-    def log(self, record: Record) -> None:
+    def stepped(self, iteration: int) -> None:
         """Advance the bar."""
+        super().stepped(iteration)
+        self._progress.update(self._task, completed=iteration)
+
+    def log(self, record: Record) -> None:
+        """Print a line as usual, and show the loss."""
         super().log(record)
-        seconds = self._left.seconds(record.iteration, self._train_iters, self._clock())
-        left = "-" if seconds is None else clock_text(seconds)
-        self._progress.update(self._task, completed=record.iteration, loss=f"{record.loss:.4f}", left=left)
+        self._progress.update(self._task, loss=f"{record.loss:.4f}")
 
     def close(self) -> None:
         """Stop updating the bar."""
@@ -148,9 +129,11 @@ def make_terminal(config: Config, rank: int, iteration: int, *, quiet: bool = Fa
     if rank != 0 or quiet:
         return None
     iterations, interval = config.training.train_iters, config.logging.log_interval
+    saves = config.checkpoint.save_interval if config.checkpoint.save else 0
+    left = TimeLeft(iterations, {EVALUATION: config.training.eval_interval, SAVE: saves}, iteration)
     if sys.stdout.isatty():
-        return ProgressTerminal(iterations, interval, iteration)
-    return PlainTerminal(iterations, interval)
+        return ProgressTerminal(iterations, interval, left, iteration)
+    return PlainTerminal(iterations, interval, left)
 
 
 def _clipped(record: Record) -> list[str]:

@@ -1,4 +1,4 @@
-"""Time left: of the steps that were measured, never of the first; and how a line of the log begins."""
+"""Lines of the log and the bar: when they come, what they say, and what a narrow one leaves out."""
 
 from __future__ import annotations
 
@@ -14,32 +14,13 @@ from rich.progress import TaskID
 from megapar.core import status_line
 from megapar.core.units import clock_text
 from megapar.training.reports.record import Record
-from megapar.training.reports.terminal import PlainTerminal, ProgressTerminal, TimeLeft, describe
+from megapar.training.reports.terminal import EVALUATION, PlainTerminal, ProgressTerminal, describe
+from megapar.training.reports.time_left import TimeLeft
 
 
 def record(iteration: int, seconds: float) -> Record:
     numbers = {field.name: 0 for field in fields(Record) if field.default is field.default_factory}
     return Record(**{**numbers, "iteration": iteration, "iteration_seconds": seconds, "sent_bytes": {}})  # type: ignore[arg-type]
-
-
-def test_the_first_step_does_not_count_and_reports_count_from_the_second() -> None:
-    left = TimeLeft()
-    left.measured(100.0)
-    assert left.seconds(1, 100, 100.0) is None
-    left.measured(2.0)
-    left.measured(4.0)
-    assert left.seconds(3, 100, 106.0) == pytest.approx(97 * 3.0)
-    left.reported(106.0, 3)
-    left.measured(1.0)
-    assert left.seconds(13, 100, 156.0) == pytest.approx(87 * 5.0)  # by the clock: evaluations are in it
-    assert left.seconds(100, 100, 600.0) is None
-
-
-def test_old_reports_are_forgotten() -> None:
-    left = TimeLeft()
-    for iteration in range(1, 101):
-        left.reported(10.0 * min(iteration, 60) + max(0, iteration - 60), iteration)
-    assert left.seconds(101, 201, 641.0) == pytest.approx(100.0)
 
 
 @pytest.mark.parametrize(
@@ -50,37 +31,59 @@ def test_a_duration_is_short(seconds: float, text: str) -> None:
     assert clock_text(seconds) == text
 
 
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+def run(terminal: PlainTerminal, clock: Clock, steps: range, seconds: float) -> None:
+    """Steps of a second each, and their log in the end, as of a device that is ahead of its host."""
+    for iteration in steps:
+        clock.seconds += seconds
+        terminal.stepped(iteration)
+    for iteration in steps:
+        terminal.log(record(iteration, seconds))
+    terminal.flush()
+
+
 def test_lines_of_steps_begin_with_the_time_and_end_with_the_time_left() -> None:
-    out, now = io.StringIO(), datetime(2026, 1, 2, 3, 4, 5).timestamp()
-    terminal = PlainTerminal(40, 10, out, lambda: now)
+    out, now, clock = io.StringIO(), datetime(2026, 1, 2, 3, 4, 5).timestamp(), Clock()
+    terminal = PlainTerminal(40, 10, TimeLeft(40, {}, clock=clock), out, lambda: now + clock.seconds)
     terminal.print_line("before the first step")
-    for iteration in range(1, 11):
-        terminal.log(record(iteration, 50.0 if iteration == 1 else 2.0))
-    terminal.flush()
-    now += 100.0
-    for iteration in range(11, 21):
-        terminal.log(record(iteration, 2.0))
-    terminal.flush()
+    run(terminal, clock, range(1, 11), 2.0)
+    run(terminal, clock, range(11, 21), 4.0)
     terminal.print_message("WARNING: a word")
     first, *lines = out.getvalue().splitlines()
     assert first == "before the first step"
-    assert re.match(r"2026-01-02 03:04:05 iteration 10/40 \| loss .* \| left 1:00$", lines[0])
-    assert re.match(r"2026-01-02 03:05:45 iteration 20/40 \| loss .* \| left 3:20$", lines[1])
-    assert lines[2] == "2026-01-02 03:05:45 WARNING: a word"
+    assert re.match(r"2026-01-02 03:04:25 iteration 10/40 \| loss .* \| left 1:00$", lines[0])
+    assert re.match(r"2026-01-02 03:05:05 iteration 20/40 \| loss .* \| left 1:01$", lines[1])
+    assert lines[2] == "2026-01-02 03:05:05 WARNING: a word"
 
 
-def test_the_bar_has_the_time_left_of_the_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    bar, now = ProgressTerminal(40, 100, 0), 1000.0
-    bar._clock = lambda: now
-    for iteration in range(1, 11):
-        bar.log(record(iteration, 2.0))
-    bar.flush()
-    now += 100.0
-    for iteration in range(11, 21):
-        bar.log(record(iteration, 2.0))
-    assert bar._progress.tasks[0].fields["left"] == "3:20"
+def test_the_bar_moves_with_every_step_and_prints_lines_at_log_intervals(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock()
+    bar = ProgressTerminal(40, 10, TimeLeft(40, {EVALUATION: 10}, 20, clock), 20)
+    (task,) = bar._progress.tasks
+    seen = []
+    for iteration in range(21, 26):
+        clock.seconds += 2.0
+        bar.stepped(iteration)
+        seen.append((task.completed, str(task.fields["left"])))
+    assert seen == [(21, "-"), (22, "0:36"), (23, "0:34"), (24, "0:32"), (25, "0:30")]
+    clock.seconds += 1.0
+    assert str(task.fields["left"]) == "0:29"
+    assert "iteration" not in capsys.readouterr().out
+    run(bar, clock, range(26, 31), 2.0)
     bar.close()
-    assert "left 3:20" in capsys.readouterr().out
+    assert (task.completed, task.fields["loss"]) == (30, "0.0000")
+    printed = capsys.readouterr().out
+    assert "iteration 30/40" in printed
+    assert "left 0:21" in printed
 
 
 def test_slow_work_is_the_name_of_the_bar_or_a_line_with_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
