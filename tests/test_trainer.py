@@ -20,6 +20,7 @@ from megapar.arguments import parse
 from megapar.errors import DataError
 from megapar.trainer import Trainer, train
 from megapar.training.loop.callbacks import TrainerCallback
+from megapar.training.reports import time_left
 from megapar.training.reports.record import Record
 from megapar.training.reports.terminal import PlainTerminal, ProgressTerminal
 from megapar.training.step import bad_steps as numbers
@@ -307,7 +308,11 @@ def held_by_a_run(rank: int, world_size: int, rendezvous: str) -> tuple[int, int
 
     flags = last_wins((*SMALL["moe"], *COMMON), ("--train-iters", "61", "--log-interval", "10"))
     try:
-        with patch.object(Trainer, "step", counted), patch.object(numbers, "WINDOW", 10):  # full before the first count
+        with (
+            patch.object(Trainer, "step", counted),
+            patch.object(numbers, "WINDOW", 10),  # full before the first count, as the next one
+            patch.object(time_left, "STEPS", 10),
+        ):
             outcome = train(parse("moe", flags, {}))
     finally:
         gc.collect()

@@ -82,7 +82,7 @@ MISTAKES = [
         "did you mean --load-hf downloaded?",
     ),
     ("--save run", "[checkpoint] --save run contains checkpoints of another run, up to iteration 6"),
-    ("--data-path mock --wandb-project p", "[package]", "pip install wandb"),
+    ("--data-path mock --wandb-project p", "[package]", 'pip install "megapar[wandb]"'),
     ("--load-hf model", "--load-hf model has a config.json but no weights"),
     (
         "--load-hf half_model",

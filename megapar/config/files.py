@@ -80,7 +80,7 @@ def check_files(values: Mapping[str, Any]) -> Iterator[Complaint]:
             yield from _folder(name, path)
     if values.get("metrics_jsonl") not in (None, METRICS_OFF):
         yield from _metrics(Path(values["metrics_jsonl"]).absolute(), values.get("save"))
-    yield from check_trackers(values)
+    yield from check_packages(values)
     if values.get("save_hf") and values.get("load_hf") and at(values["save_hf"]) == at(values["load_hf"]):
         yield Complaint(
             "file", f"--save-hf {values['save_hf']} is also the folder of --load-hf.", "Pass a different folder."
@@ -232,18 +232,25 @@ def _folder(name: str, path: Path) -> Iterator[Complaint]:
             return
 
 
-PACKAGES: Mapping[str, str] = MappingProxyType(
-    {"wandb_project": "wandb", "mlflow_experiment": "mlflow", "swanlab_project": "swanlab"}
+LEXICON = ("ahocorasick", "pyahocorasick", "ernie3")
+PACKAGES: Mapping[str, tuple[str, str, str]] = MappingProxyType(
+    {
+        "wandb_project": ("wandb",) * 3,
+        "mlflow_experiment": ("mlflow",) * 3,
+        "swanlab_project": ("swanlab",) * 3,
+        "phrase_file": LEXICON,
+        "entity_file": LEXICON,
+    }
 )
-"""Flag of each tracker, and the name of its package, which is also that of its module."""
+"""Flags that need a package that not every installation has: its module, its name, and its extra in pyproject.toml."""
 
 
-def check_trackers(values: Mapping[str, Any]) -> Iterator[Complaint]:
-    """Yield a complaint for each tracker whose package is not installed. Finds packages without importing them."""
-    for name, package in PACKAGES.items():
-        if values.get(name) and find_spec(package) is None:
+def check_packages(values: Mapping[str, Any]) -> Iterator[Complaint]:
+    """Yield a complaint for each flag whose package is not installed. Finds packages without importing them."""
+    for name, (module, package, extra) in PACKAGES.items():
+        if values.get(name) and find_spec(module) is None:
             message = f"{spell(name)} needs the package {package}, which is not installed."
-            yield Complaint("package", message, f"Install it with: pip install {package}")
+            yield Complaint("package", message, f'Install it with: pip install "megapar[{extra}]"')
 
 
 def apply_chat_date(draft: Draft) -> None:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from megapar.arguments import parse
+from megapar.config import files
+from megapar.errors import ConfigError
 from megapar.tools.packages import packages_or_exit
 
 ROOT = Path(__file__).parents[2]
+SELDOM = ("datasets", "tensorboard", "pyarrow", "transformers", "ahocorasick", "wandb", "mlflow", "swanlab", "lm_eval")
+"""Modules of packages that few runs need: required ones, and those of extras."""
 
 
 @pytest.mark.parametrize(
@@ -33,3 +39,47 @@ def test_an_old_python_is_named_before_a_file_that_it_cannot_read() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.stderr.startswith("megapar needs Python 3.10 or later, and ")
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("module", ["trainer", "tools.data", "data.tokens.prepare", "data.sampling.streaming"])
+def test_what_few_runs_need_is_not_imported_with_the_package(module: str) -> None:
+    code = f"import sys, megapar.{module}; print(sorted(set({SELDOM}) & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags"),
+    [
+        ("moe", "--num-experts 4 --moe-ffn-hidden-size 16"),
+        ("ernie", "--ernie-model ernie3 --task-type-vocab-size 5 --ernie-tasks knowledge_mlm:1,document_lm:1"),
+    ],
+)
+def test_a_run_does_without_what_it_does_not_use(kind: str, flags: str) -> None:
+    small = "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 32 --train-iters 1 --data-path mock"
+    code = f"""
+import sys
+sys.modules |= dict.fromkeys({SELDOM})
+from megapar.arguments import parse
+from megapar.trainer import train
+assert train(parse({kind!r}, {f"{flags} {small}".split()!r}, {{}})).iteration == 1"""
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+@pytest.mark.parametrize("name", files.PACKAGES)
+def test_a_package_of_an_extra_is_refused_by_the_command_that_installs_it(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    tomllib = pytest.importorskip("tomllib")  # Python 3.11
+    module, package, extra = files.PACKAGES[name]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    assert [line.partition(">")[0] for line in extras[extra]] == [package]
+    (tmp_path / "words.txt").write_text("a b\n", encoding="utf-8")
+    value = str(tmp_path / "words.txt") if name.endswith("_file") else "name"
+    monkeypatch.setattr(files, "find_spec", lambda asked: None if asked == module else importlib.util.find_spec(asked))
+    kind = "ernie" if name.endswith("_file") else "moe"
+    ernie3 = ["--ernie-model", "ernie3", "--task-type-vocab-size", "5", "--ernie-tasks", "knowledge_mlm:1"]
+    with pytest.raises(ConfigError) as caught:
+        parse(kind, [f"--{name.replace('_', '-')}", value, *(ernie3 if kind == "ernie" else [])], {})
+    said = f'needs the package {package}, which is not installed. Install it with: pip install "megapar[{extra}]"'
+    assert said in str(caught.value)

@@ -28,13 +28,13 @@ class Lexicon:
 
     def __init__(self, entries: Iterable[tuple[int, ...]]) -> None:
         """Add the entries of at least two ids; a single id is already a word."""
-        import ahocorasick
+        self._automaton: Any = ()
+        if words := [entry for entry in entries if len(entry) > 1]:
+            import ahocorasick  # of an extra, which only runs with a lexicon need
 
-        self._automaton: Any = ahocorasick.Automaton(ahocorasick.STORE_LENGTH, ahocorasick.KEY_SEQUENCE)
-        for entry in entries:
-            if len(entry) > 1:
+            self._automaton = ahocorasick.Automaton(ahocorasick.STORE_LENGTH, ahocorasick.KEY_SEQUENCE)
+            for entry in words:
                 self._automaton.add_word(entry)
-        if len(self._automaton):
             self._automaton.make_automaton()
 
     @classmethod

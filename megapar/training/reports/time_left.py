@@ -34,15 +34,15 @@ class TimeLeft:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._train_iters, self._intervals, self._clock = train_iters, intervals, clock
-        self._ends: deque[tuple[float, int]] = deque(maxlen=STEPS + 1)  # without the seconds of pauses
+        self._ends: deque[float] = deque(maxlen=STEPS + 1)  # of steps, without the seconds of pauses
         self._iteration, self._paused = iteration, 0.0
         self._newest: dict[str, float] = {}
         self._paused_at = dict.fromkeys(intervals, iteration)
 
     def stepped(self, iteration: int) -> None:
-        """Add the end of a step."""
+        """Add the end of a step, the one after the last."""
         self._iteration = iteration
-        self._ends.append((self._clock() - self._paused, iteration))
+        self._ends.append(self._clock() - self._paused)
 
     def paused(self, name: str, seconds: float) -> None:
         """Add an evaluation or a save after the newest step."""
@@ -54,8 +54,8 @@ class TimeLeft:
         """Return the seconds that are left now. None before a measurement and at the end."""
         if len(self._ends) < 2 or self._iteration >= self._train_iters:
             return None
-        (first, before), (last, iteration) = self._ends[0], self._ends[-1]
-        left = (last - first) / (iteration - before) * (self._train_iters - iteration)
+        first, last = self._ends[0], self._ends[-1]
+        left = (last - first) / (len(self._ends) - 1) * (self._train_iters - self._iteration)
         left += sum(seconds * self._pauses_left(name) for name, seconds in list(self._newest.items()))
         return max(0.0, left - (self._clock() - self._paused - last))
 

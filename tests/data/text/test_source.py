@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -169,9 +168,6 @@ def test_mock_is_not_mixed_with_text() -> None:
 def test_packages_that_are_not_installed_are_asked_for_where_they_are_needed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    modules = "megapar.data.tokens.prepare, megapar.data.sampling.streaming, megapar.tools.data, megapar.trainer"
-    code = f"import sys; sys.modules |= dict.fromkeys(('datasets', 'pyarrow', 'transformers')); import {modules}"
-    subprocess.run([sys.executable, "-c", code], check=True)
     for name in ("datasets", "pyarrow"):
         monkeypatch.setitem(sys.modules, name, None)
     path = tmp_path / "a.parquet"
