@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,10 +25,12 @@ def keep(
 ) -> set[Pair]:
     """The kept (token, choice) pairs, by walking the queue that each policy describes."""
     pairs = [(t, c) for t in range(len(experts)) for c in range(len(experts[t])) if valid[t]]
-    if policy == "choice":
-        pairs.sort(key=lambda pair: (pair[1], pair[0]))
-    elif policy == "probs":
-        pairs.sort(key=lambda pair: (-probs[pair[0]][experts[pair[0]][pair[1]]], pair[0]))
+    queues: Mapping[str, Callable[[Pair], Any]] = {
+        "token": lambda pair: pair,
+        "choice": lambda pair: (pair[1], pair[0]),
+        "probs": lambda pair: (-probs[pair[0]][experts[pair[0]][pair[1]]], pair[0]),
+    }
+    pairs.sort(key=queues[policy])
     room: dict[int, int] = {}
     kept = set()
     for t, c in pairs:
@@ -54,6 +57,10 @@ def one_expert(layer: MoeLayer, expert: int, x_H: Tensor) -> Tensor:
     return out + experts.down_bias[expert] if has_bias else out
 
 
+SCORES: Mapping[str, Callable[[Tensor], Tensor]] = {"softmax": lambda row: row.softmax(0), "sigmoid": Tensor.sigmoid}
+"""The scores of one token, by ``--moe-router-score-function``."""
+
+
 def best_of(sizes: MoeSizes, scores: list[float]) -> list[int]:
     """The experts of one token, best first."""
     size = sizes.num_experts // sizes.groups
@@ -75,7 +82,7 @@ def sequence_loss(layer: MoeLayer, x_BSH: Tensor, valid_BS: Tensor) -> Tensor:
         scores = [layer.router.weight @ x_H for x_H, ok in zip(sample, valid_S, strict=True) if ok]
         if not scores:
             continue
-        scores = [row.softmax(0) if sizes.score == "softmax" else row.sigmoid() for row in scores]
+        scores = [SCORES[sizes.score](row) for row in scores]
         shares = sum((row / row.sum() for row in scores), torch.zeros(())) / len(scores)
         chosen = [e for row in scores for e in by_score(sizes, row)]
         counts = torch.tensor([chosen.count(e) / len(scores) for e in range(sizes.num_experts)], dtype=x_BSH.dtype)
@@ -89,7 +96,7 @@ def dense(layer: MoeLayer, x_BSH: Tensor, valid_BS: Tensor) -> tuple[Tensor, Ten
     batch, length, _ = x_BSH.shape
     order = [(b, s) for s in range(length) for b in range(batch)]  # by position, then sample
     rows = {at: layer.router.weight @ x_BSH[at] for at in order}
-    probs = {at: row.softmax(0) if sizes.score == "softmax" else row.sigmoid() for at, row in rows.items()}
+    probs = {at: SCORES[sizes.score](row) for at, row in rows.items()}
     experts = {at: best_of(sizes, (probs[at] + layer.router.correction_bias).tolist()) for at in order}
     valid = [bool(valid_BS[at]) for at in order]
     tokens = sum(valid)

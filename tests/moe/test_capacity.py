@@ -3,11 +3,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megapar.arguments import FLAGS
 from megapar.moe.capacity import keep_by_order, keep_by_probability, queue_starts
 from megapar.moe.stats import count_pairs
 from tests.moe import oracle
 
-POLICIES = ("token", "choice", "probs")
+POLICIES = FLAGS["moe_drop_policy"].choices
 
 
 def keep(experts, probs, valid, capacity, policy):

@@ -3,6 +3,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from megapar.arguments import FLAGS
 from megapar.moe.layer import MoeLayer
 from megapar.moe.sizes import MoeSizes
 from tests.moe import oracle
@@ -45,7 +46,7 @@ def inputs(valid, dtype=torch.float64, seed=1, shape=(3, 7)):
 
 KINDS = [
     {"kind": "megatron_moe"},
-    *({"kind": "deepspeed_moe", "drop_policy": policy} for policy in ("token", "choice", "probs")),
+    *({"kind": "deepspeed_moe", "drop_policy": policy} for policy in FLAGS["moe_drop_policy"].choices),
 ]
 
 
@@ -94,6 +95,7 @@ def test_equal_to_a_loop_over_tokens(kind, topk, valid):
 @pytest.mark.parametrize(
     "routing",
     [
+        *({"score": score, "sequence_aux": True} for score in FLAGS["moe_router_score_function"].choices),
         {"score": "sigmoid", "groups": 3, "group_topk": 2, "scaling": 2.5, "sequence_aux": True},
         {"norm_topk_prob": "off"},
         {"norm_topk_prob": "on", "topk": 1},

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megapar.arguments import FLAGS
 from megapar.compatibility import RULES
 from megapar.schema.rule import REFUSE
 from scripts.mkdocs_hook import on_page_markdown, site_markdown
@@ -81,6 +82,25 @@ def test_quoted_messages_are_in_the_code() -> None:
             parts = [part.strip(" .") for part in message.split("...")]
             missing += [part for part in parts if len(part) > 3 and part not in code()]
     assert missing == []
+
+
+def test_a_choice_of_a_flag_is_where_its_others_are() -> None:
+    """In the table of flags, and wherever a page lists them as ``--flag A|B``."""
+    by_spelling = {flag.spelling: flag for flag in FLAGS.values() if flag.choices}
+    rows = (DOCS / "flags.md").read_text(encoding="utf-8").splitlines()
+    for spelling, flag in by_spelling.items():
+        (row,) = (row for row in rows if row.startswith(f"| `{spelling}` |"))
+        assert [choice for choice in flag.choices if f"`{choice}`" not in row] == [], spelling
+    listed = [
+        (page.name, spelling, words.replace("\\|", "|").split("|"))
+        for page in PAGES
+        for spelling, words in re.findall(
+            r"(--[a-z][\w-]*) ((?:[\w.-]+\\?\|)+[\w.-]+)", page.read_text(encoding="utf-8")
+        )
+        if spelling in by_spelling
+    ]
+    assert len(listed) > 2
+    assert [one for one in listed if {*one[2]} != {*map(str, by_spelling[one[1]].choices)}] == []
 
 
 def stripped(text: str) -> str:

@@ -9,11 +9,12 @@ from typing import NamedTuple
 
 import pytest
 
+from megapar.arguments import FLAGS
 from megapar.config.read import normal, spellings
 from megapar.tools.translation import open_values
 from megapar.tools.translation.table import DEEPSPEED, DEFAULTS, FOREIGN, MINDSPEED, read_table
 from megapar.tools.translation.translated import equivalent, implicit_defaults, translate
-from megapar.tools.translation.verdict import ANOTHER, LEFT, OTHER, RENAMED, SAME, UNKNOWN, VERDICTS
+from megapar.tools.translation.verdict import ANOTHER, IMPLIED, LEFT, OTHER, RENAMED, SAME, UNKNOWN, VERDICTS
 from tests.tools.translation.tables import FOLDER, declared, differing, values_of
 
 
@@ -58,6 +59,27 @@ EXPLAINED = {
     },
 }
 tables = pytest.mark.parametrize("name", TABLES)
+# Arguments that mean something beside others only.
+BESIDE = {
+    "context-parallel-algo": "--context-parallel-size 2",
+    "fp8-recipe": "--fp8-format e4m3",
+    "lr-wsd-decay-style": "--lr-decay-style WSD",
+    "main-grads-dtype": "--bf16",
+    "muon-coefficient-type muon-scale-mode": "--optimizer muon",
+    "recompute-granularity": "--recompute true",
+}
+# Choices of our flags that are not those of the argument of the same name: why.
+OTHERS = {
+    "mindspeed": {
+        "rope-scaling-type none": "not set",
+        "task pretrain, task sft": "its tasks are those of an inference",
+    },
+    "paddle": {
+        "device auto, device cpu, device cuda, device npu": "the device is found",
+        "position-embedding-type rope, position-embedding-type learned": "only rope, the default, has been compared",
+        "recompute-method uniform, recompute-method block": "its recomputation saves memory otherwise",
+    },
+}
 
 
 @tables
@@ -99,6 +121,27 @@ def test_a_default_that_differs_is_added_or_explained(framework: str) -> None:
     )
     if framework in ("megatron", "deepspeed"):
         assert {"adam-beta2", "weight-decay", "lr-decay-style", "attention-dropout"} <= others
+
+
+def names_of(framework: str) -> set[str]:
+    """The arguments of a framework, without the names of blocks."""
+    rows = (row for name, table in TABLES.items() if table.framework == framework for row in declared(name))
+    return {normal(row.name).rpartition(".")[2] for row in rows}
+
+
+@pytest.mark.parametrize("framework", FOREIGN)
+def test_each_choice_of_a_flag_is_one_of_the_argument_of_its_name_or_says_why_not(framework: str) -> None:
+    """A row that lists the values of an argument has to know a new one, too."""
+    beside = {name: line for names, line in BESIDE.items() for name in names.split()}
+    others, there = set(), names_of(framework)
+    for flag in FLAGS.values():
+        spelled = (flag.spelling[2:], *(alias.name for alias in flag.aliases if alias.value is None))
+        for name in {normal(word) for word in spelled} & there:
+            for choice in flag.choices:
+                items = translate([*beside.get(name, "").split(), f"--{name}", str(choice)], framework)
+                (verdict,) = (item.verdict for item in items if normal(item.flag[2:]) == name)
+                others |= {f"{name} {choice}"} if verdict not in (SAME, RENAMED, IMPLIED) else set()
+    assert others == {one for listed in OTHERS.get(framework, {}) for one in listed.split(", ")}
 
 
 def test_verdicts_of_rows_are_verdicts() -> None:
