@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Run everything that .ci/run draws from, whole: its stages, and all eight shares of each table, in parts of minutes.
+# Run everything that .ci/run draws from, whole: its stages, and all eight shares of each table, in parts of minutes; and
+# the parts of a step with the newest torch.
 #
 #     scripts/full.sh             everything, in order; goes on behind a part that fails, and ends with 1 then
 #     scripts/full.sh faults      the parts whose name begins with this
@@ -16,7 +17,7 @@ if [ -n "$(git status --porcelain)" ]; then
 fi
 kept=$(git rev-parse --git-common-dir)/checks/$(git rev-parse HEAD)
 mkdir -p "$kept"
-parts=("${whole[@]}")
+parts=("${whole[@]}" newest_torch)
 for share in 0 1 2 3 4 5 6 7; do
     for table in "${tables[@]}"; do parts+=("$table-$share"); done
 done

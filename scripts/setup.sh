@@ -3,6 +3,7 @@
 #
 #   scripts/setup.sh            for training
 #   scripts/setup.sh dev        also for tests, lint and types
+#   scripts/setup.sh wandb,s3   with other extras of pyproject.toml
 #
 # MEGAPAR_TORCH=skip keeps the installed torch (on machines with a CUDA or Ascend build); .venv then has access to the
 # system's packages.
@@ -30,7 +31,7 @@ elif [ ! -x .venv/bin/python ]; then
     "$python" -m venv .venv
 fi
 
-echo "installing packages into .venv: the first time it takes minutes, and 1.5 GB with the CPU build of torch"
+echo "installing packages into .venv: the first time it takes minutes, and 1.5 GB with the CPU build of torch, 6 GB with CUDA"
 # A machine with a GPU needs the default build of its platform, other machines the CPU build. If pip does not find the
 # CPU build, set PyTorch's public CPU wheel index in PIP_EXTRA_INDEX_URL or pip.conf.
 constraint=()

@@ -33,6 +33,8 @@ stage() {
     trace_cuda) scripts/trace_cuda.sh ;;
     # Every fault, by real processes; what misses a limit of seconds on a busy machine is tried once more, alone.
     faults) scripts/fault_matrix.sh --jobs 3 --retry ;;
+    # The parts of a step with the newest torch, beside the suite with that of constraints.txt (scripts/full.sh only).
+    newest_torch) scripts/newest_torch.sh ;;
     # Silent bugs, each of which a test of the suite sees.
     museum) scripts/museum.sh ;;
     *) echo "no such stage: $1" >&2 && return 2 ;;

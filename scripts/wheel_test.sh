@@ -60,6 +60,13 @@ says 'sharding 32'
 store=(pretrain moe --config tiny --data-path mock --validate-only --save)
 refused megapar "${store[@]}" gs://bucket/run  # .venv has the extra s3, and not gcs
 says 'pip install "megapar\[gcs\]"'
+refused megapar pretrain moe --config tiny --data-path mock --validate-only --wandb-project name
+says 'pip install "megapar\[wandb\]"'
+step megapar pretrain moe --help optimizer
+says '^  --lr FLOAT'
+step python -c "
+from importlib.metadata import metadata
+assert {'ernie3', 'wandb', 'mlflow', 'swanlab', 'logging'} <= {*metadata('megapar').get_all('Provides-Extra')}"
 step python -c "
 import sys
 from megapar.arguments import parse

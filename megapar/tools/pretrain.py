@@ -15,7 +15,7 @@ from typing import NoReturn
 from megapar.arguments import KINDS, SCRIPTS, Config, parse_or_exit
 from megapar.config.report import EXAMPLES
 from megapar.health.stop.parent import end_with_launcher
-from megapar.tools.packages import packages_or_exit
+from megapar.tools.packages import check_torch, packages_or_exit
 from megapar.training.loop.outline import outline
 
 MODELS = {
@@ -63,6 +63,7 @@ def pretrain(kind: str, argv: Sequence[str] | None = None) -> NoReturn:
     prepare_process()
     with packages_or_exit():
         config = parse_or_exit(kind, argv, outline=checked_outline)
+        check_torch(os.environ)
 
         from megapar.trainer import main as train  # imports torch, so only after the configuration is accepted
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +14,7 @@ import pytest
 from megapar.arguments import parse
 from megapar.config import files
 from megapar.errors import ConfigError
-from megapar.tools.packages import packages_or_exit
+from megapar.tools.packages import NEWEST_TORCH, OLDEST_TORCH, check_torch, packages_or_exit
 
 ROOT = Path(__file__).parents[2]
 SELDOM = ("datasets", "tensorboard", "pyarrow", "transformers", "ahocorasick", "wandb", "mlflow", "swanlab", "lm_eval")
@@ -83,3 +85,37 @@ def test_a_package_of_an_extra_is_refused_by_the_command_that_installs_it(
         parse(kind, [f"--{name.replace('_', '-')}", value, *(ernie3 if kind == "ernie" else [])], {})
     said = f'needs the package {package}, which is not installed. Install it with: pip install "megapar[{extra}]"'
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("found", "rank", "said"),
+    [
+        ("2.10.1", "1", "megapar: torch 2.10.1 is too old: pip install 'torch>=2.11'"),
+        ("2.11.0a0+git123", "0", ""),
+        ("2.14.9+cu130", "0", ""),
+        ("2.99.0", "0", "megapar: note: tested with torch 2.11 to 2.14, this is 2.99.0\n"),
+        ("2.99.0", "1", ""),
+    ],
+)
+def test_a_torch_that_was_not_tested_is_named(
+    found: str, rank: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: found)
+    if "too old" in said:
+        with pytest.raises(SystemExit) as left:
+            check_torch({"RANK": rank})
+        assert left.value.code == said
+    else:
+        check_torch({"RANK": rank})
+        assert capsys.readouterr().err == said
+
+
+def test_the_tested_torch_is_the_same_everywhere() -> None:
+    oldest, newest = (".".join(map(str, numbers)) for numbers in (OLDEST_TORCH, NEWEST_TORCH))
+    texts = {
+        name: (ROOT / name).read_text(encoding="utf-8") for name in ("pyproject.toml", "constraints.txt", "README.md")
+    }
+    assert f'"torch>={oldest}"' in texts["pyproject.toml"]
+    assert f"tested with torch {oldest} to {newest};" in texts["README.md"]
+    pinned = re.findall(r"^torch==(\d+)\.(\d+)", texts["constraints.txt"], re.MULTILINE)
+    assert [OLDEST_TORCH <= (int(major), int(minor)) <= NEWEST_TORCH for major, minor in pinned] == [True]
