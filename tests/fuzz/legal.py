@@ -53,7 +53,9 @@ def can_move_experts(d: Drawn) -> bool:
 
     Where a save has put experts in order they are updated at another place, which may decide the last bit.
     """
-    ours = d.sharding_stage < 3 and not d.optimizer_offload and d.exp_avg_dtype is d.exp_avg_sq_dtype is None
+    ours = (
+        d.sharding_stage < 3 and not d.optimizer_offload and d.get("exp_avg_dtype") is d.get("exp_avg_sq_dtype") is None
+    )
     by_row = d.get("optimizer") != "muon" and not d.get("store_param_remainders")
     return 1 < d.ep_degree < d.num_experts and ours and by_row and not split_dropout(d)
 
@@ -94,12 +96,14 @@ def base_widths(d: Drawn) -> list[int | None]:
 
 def rounds_moments(d: Drawn) -> bool:
     """Moments are AdamW's or Muon's, on the device, and belong to tensors that stay where they are."""
-    return d.optimizer in (None, "muon") and not d.get("optimizer_offload") and not d.get("moe_rebalance_interval")
+    return d.optimizer in ("adamw", "muon") and not d.get("optimizer_offload") and not d.get("moe_rebalance_interval")
 
 
 def has_two_bytes(d: Drawn) -> bool:
     """Gradients and weights of a bf16 run in the buckets of stages 1 and 2, which AdamW updates."""
-    return d.get("dtype") == "bf16" and d.sharding_stage < 3 and d.optimizer is None and not d.get("optimizer_offload")
+    return (
+        d.get("dtype") == "bf16" and d.sharding_stage < 3 and d.optimizer == "adamw" and not d.get("optimizer_offload")
+    )
 
 
 def splits_masters(d: Drawn) -> bool:

@@ -24,6 +24,13 @@ FIXED: dict[str, object] = {
     "replica_check_interval": 5,
     "device_tflops": 1.0,
 }
+# Choices that no case has, of flags that are drawn; the default of a flag counts as drawn.
+UNDRAWN: dict[tuple[str, str], str] = {
+    ("tp_comm_overlap", "fused"): "torch's operators between GPUs; tests/core/tensor_parallel has their plain forms",
+    ("grad_reduce_dtype", "fp32"): "what a run in fp32 or bf16 has without the flag",
+    ("compile", "off"): "what a run on a CPU has without the flag",
+    ("manual_gc", "off"): "what a run on fewer than 64 ranks has without the flag",
+}
 # Other precisions are compared over steps that change nothing: what two roundings of a step make of the next is chance.
 STILL: dict[str, object] = {"lr": 1e-30}
 
@@ -462,8 +469,8 @@ TRAINING = (
     ),
     Option("mup_base_hidden_size", legal.base_widths, wild=(8, 16), group=some),
     Option("sgd_momentum", (None, 0.5, 0.0), when=legal.one_of("optimizer", "sgd"), wild=(0.7,)),
-    Option("adam_beta1", (None, 0.5), when=legal.one_of("optimizer", None, "muon"), wild=(0.5,)),
-    Option("adam_beta2", (None, 0.6), when=legal.one_of("optimizer", None, "muon"), wild=(0.6,)),
+    Option("adam_beta1", (None, 0.5), when=legal.one_of("optimizer", "adamw", "muon"), wild=(0.5,)),
+    Option("adam_beta2", (None, 0.6), when=legal.one_of("optimizer", "adamw", "muon"), wild=(0.6,)),
     *(
         Option(name, (None, None, "bf16"), when=legal.rounds_moments, wild=("bf16",))
         for name in ("exp_avg_dtype", "exp_avg_sq_dtype")
@@ -483,7 +490,7 @@ TRAINING = (
     Option("decoupled_min_lr", (None, 0.002), when=legal.one_of("decoupled_lr", 0.02), wild=(1.0,)),
     Option("state_digest_steps", (None, 0, 1, 3)),
     Option("skip_samples", (None, None, ("0-1",), ("2-2", "4-9"), ("5-5", "17-40")), wild=(("3-1",),)),
-    Option("adam_eps", (None, None, None, 1e-8), when=lambda d: legal.exact(d) and d.optimizer is None),
+    Option("adam_eps", (None, None, None, 1e-8), when=lambda d: legal.exact(d) and d.optimizer == "adamw"),
     # A spike is one after two steps here (tests/equivalence/run.py).
     Option("spike_skip", (*(None,) * 4, True), when=lambda d: legal.exact(d) and d.train_iters < 10),
     Option("spike_sigmas", (0.2, 1.0), when=legal.one_of("spike_skip", True)),
@@ -612,7 +619,9 @@ OTHERS = of_layout(
     # Minutes of a compiler, where everything else is seconds.
     Option(
         "compile",
-        lambda d: (*(None,) * 60, "on") if d.world_size <= 2 and not legal.branched(d) else (None,),
+        lambda d: (
+            (*(None,) * 60, "on") if d.world_size <= 2 and not legal.branched(d) and not d.deterministic else (None,)
+        ),
         wild=(),
         rare=True,
     ),

@@ -8,6 +8,7 @@ import math
 import random
 import shlex
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from tests.fuzz.option import Drawn, Option, spell_all
 from tests.fuzz.oracle import Parts
 from tests.fuzz.pairs import Pairs, Search
 from tests.fuzz.regressions import REGRESSIONS, Regression
-from tests.fuzz.table import FIXED, OPTIONS
+from tests.fuzz.table import FIXED, OPTIONS, UNDRAWN
 from tests.fuzz.texts import HELD_OUT, LONG, PIECES
 
 CASES = 12
@@ -107,6 +108,43 @@ def test_every_flag_is_drawn_or_says_why_not() -> None:
     assert {name for name in FLAGS if name not in drawn and not reasons[name]} <= FIXED.keys()
     assert not {name for name in drawn if FLAGS[name].undrawn}
     assert drawn <= FLAGS.keys()
+
+
+@cache
+def offered() -> dict[str, set[object]]:
+    """The values of each row that drawn cases have or could have had, and those that all cases have."""
+    rng = random.Random(SEED)
+    found = {name: {value} for name, value in FIXED.items()}
+
+    def choose(name: str, values: Sequence[Any], drawn: Drawn) -> Any:
+        found.setdefault(name, set()).update(values)
+        return rng.choice(values)
+
+    for _ in range(3000):
+        drawn = draw_case(rng.choice(("moe", "ernie")), rng.choice((1, 2, 4, 8)), choose)
+        for name, value in drawn.items():
+            found.setdefault(name, set()).add(value)
+    return found
+
+
+def test_every_value_of_a_row_is_drawn_somewhere() -> None:
+    """A row whose condition never holds would be silent."""
+    rows = [row for row in OPTIONS if not callable(row.values)]
+    assert {(row.name, value) for row in rows for value in row.values if value not in offered()[row.name]} == set()
+    silent = {row.name for row in OPTIONS if callable(row.values) and offered()[row.name] == {None}}
+    assert silent == set()
+
+
+def test_every_choice_of_a_flag_that_is_drawn_is_drawn_or_says_why_not() -> None:
+    """A new choice is a value of its row, or has a reason in ``UNDRAWN``."""
+    rows = {row.name for row in OPTIONS} & {name for name, flag in FLAGS.items() if flag.choices}
+    undrawn = {
+        (name, choice)
+        for name in rows
+        for choice in FLAGS[name].choices
+        if choice not in {*offered()[name], *FLAGS[name].defaults.values()}
+    }
+    assert undrawn == UNDRAWN.keys()
 
 
 # Drawn in a share of the cases that no short run has.
@@ -283,7 +321,7 @@ def some() -> Pairs:
 
 def test_directed_cases_cover_every_legal_pair() -> None:
     pairs = some()
-    *_, tally = PairFuzzer(pairs, seed=5, max_cases=4 * DRAWS, check=lambda case: Outcome(EQUAL)).run()
+    *_, tally = PairFuzzer(pairs, seed=6, max_cases=4 * DRAWS, check=lambda case: Outcome(EQUAL)).run()
     assert pairs.missing() == []
     assert tally.tried < 3 * DRAWS
 
