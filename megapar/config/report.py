@@ -126,7 +126,7 @@ def _overview(kind: str, groups: Mapping[str, Sequence[Flag]]) -> str:
         f"usage: megapar pretrain {kind} [--config NAME|FILE.yaml] [FLAGS]     in a checkout: python {SCRIPTS[kind]}",
         "The last of repeated flags wins, and the command line overrides YAML files. --no-FLAG turns a switch off.",
         "",
-        f"groups of flags (--help GROUP tells the flags of one, --help FLAG one flag, --help {ALL} every flag):",
+        f"groups of flags; --help GROUP lists those of one, --help FLAG shows a flag, --help {ALL} every flag:",
         *listed,
     ]
     return "\n".join(lines) + "\n"

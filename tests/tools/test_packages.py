@@ -65,7 +65,8 @@ sys.modules |= dict.fromkeys({SELDOM})
 from megapar.arguments import parse
 from megapar.trainer import train
 assert train(parse({kind!r}, {f"{flags} {small}".split()!r}, {{}})).iteration == 1"""
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("name", files.PACKAGES)

@@ -155,5 +155,5 @@ def test_a_missing_package_is_refused_with_the_command_that_installs_it() -> Non
         parse("moe", ["--data-path", "mock", *ON], {})
     complaints = [complaint for complaint in refused.value.complaints if complaint.rule == "package"]
     fixes = [complaint.fix for complaint in complaints]
-    assert fixes == [f"Install it with: pip install {name}" for name in ("wandb", "mlflow", "swanlab")]
+    assert fixes == [f'Install it with: pip install "megapar[{name}]"' for name in ("wandb", "mlflow", "swanlab")]
     assert parse("moe", ["--data-path", "mock", *ON, "--rules-only"], {}).logging.wandb_project == "p"
