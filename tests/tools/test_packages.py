@@ -117,6 +117,6 @@ def test_the_tested_torch_is_the_same_everywhere() -> None:
         name: (ROOT / name).read_text(encoding="utf-8") for name in ("pyproject.toml", "constraints.txt", "README.md")
     }
     assert f'"torch>={oldest}"' in texts["pyproject.toml"]
-    assert f"tested with torch {oldest} to {newest};" in texts["README.md"]
+    assert f"tested with torch {oldest} to {newest}:" in texts["README.md"]
     pinned = re.findall(r"^torch==(\d+)\.(\d+)", texts["constraints.txt"], re.MULTILINE)
     assert [OLDEST_TORCH <= (int(major), int(minor)) <= NEWEST_TORCH for major, minor in pinned] == [True]

@@ -5,6 +5,7 @@ Shape letters: N rows (tokens) or indices, V vocabulary, C rows of an embedding,
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -162,10 +163,16 @@ def clamped_swiglu_cuda(gate_up: Tensor, weights: Tensor | None = None) -> Tenso
 def _clamped(gate_up: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the product with the weights, the limited gate and up, and the sigmoid, in max(fp32, dtype)."""
     gate, up = gate_up.to(at_least_fp32(gate_up.dtype)).unbind(-2)
-    gate, up = gate.clamp(max=GATE_LIMIT), up.clamp(-GATE_LIMIT, GATE_LIMIT)
+    limited = _limited if torch.is_grad_enabled() else torch.clamp
+    gate, up = limited(gate, -math.inf, GATE_LIMIT), limited(up, -GATE_LIMIT, GATE_LIMIT)
     opened = torch.sigmoid(GATE_SLOPE * gate)
     y = (up + 1) * gate * opened
     return y if weights is None else y * weights.to(y.dtype), gate, up, opened
+
+
+def _limited(x: Tensor, low: float, high: float) -> Tensor:
+    """Clamp, with the gradient of a limit's own value as inside of it: torch's clamp has 0 there from 2.14 on."""
+    return torch.where(x > high, high, torch.where(x < low, low, x))
 
 
 class _ClampedSwiglu(torch.autograd.Function):
