@@ -192,7 +192,9 @@ def _yarn(values: Mapping[str, Any]) -> list[Complaint]:
 
 
 def _recompute(values: Mapping[str, Any], origins: Mapping[str, str]) -> list[Complaint]:
-    asked = origins.get("recompute_granularity", "default") != "default" and values["recompute_granularity"] == "full"
+    asked = (
+        origins.get("recompute_granularity", "default") != "default" and values.get("recompute_granularity") == "full"
+    )
     if not asked or any(values.get(name) for name in _RECOMPUTES):
         return []
     message = "--recompute-granularity full is what a recomputed unit is, and nothing is recomputed."

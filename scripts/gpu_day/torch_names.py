@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 ROOT = Path(__file__).parents[2]
 FILE = Path(__file__).with_suffix(".txt")
-WALKED = ("megapar", "scripts/gpu_day", "benchmarks/throughput", "benchmarks/support")
+WALKED = ("megapar", "scripts/gpu_day", "scripts/tracing", "benchmarks/throughput", "benchmarks/support")
 OLDEST = "2.11.0"
 # Never run with torch 2.11: files that need the vendor's wheel, and peers that are raced on two CPU cores.
 LEFT_OUT = ("megapar/core/device/ascend.py", "megapar/core/device/npu.py", "benchmarks/throughput/deepspeed_rank.py")

@@ -26,7 +26,7 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
 
 
-@pytest.mark.parametrize("name", [*COMMANDS.keys() - {"pretrain", "rules", "completion", "docs"}])
+@pytest.mark.parametrize("name", sorted(COMMANDS.keys() - {"pretrain", "rules", "completion"}))
 def test_help_of_a_command_begins_with_examples_that_it_takes(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     parser = resolve_name(f"megapar.tools.{OPTIONS.get(name, COMMANDS[name][0])}:make_parser")()
     printed = parser.format_help()

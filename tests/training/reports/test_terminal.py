@@ -89,7 +89,7 @@ def test_the_bar_moves_with_every_step_and_prints_lines_at_log_intervals(capsys:
 def test_slow_work_is_the_name_of_the_bar_or_a_line_with_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     out, shown = io.StringIO(), threading.Event()
     monkeypatch.setattr(status_line, "_QUICK", 0.0)
-    plain = PlainTerminal(40, 10, out, lambda: datetime(2026, 1, 2, 3, 4, 5).timestamp())
+    plain = PlainTerminal(40, 10, TimeLeft(40, {}), out, lambda: datetime(2026, 1, 2, 3, 4, 5).timestamp())
 
     def prints(text: str) -> None:
         PlainTerminal.print_message(plain, text)
@@ -100,7 +100,7 @@ def test_slow_work_is_the_name_of_the_bar_or_a_line_with_the_time(monkeypatch: p
         status("exporting", 1, 4, "tensors")
         assert shown.wait(60)
     assert out.getvalue() == "2026-01-02 03:04:05 exporting: 1 of 4 tensors\n"
-    bar = ProgressTerminal(40, 100, 0)
+    bar = ProgressTerminal(40, 100, TimeLeft(40, {}), 0)
     names: list[str] = []
     update = bar._progress.update
 
