@@ -29,7 +29,7 @@ from megapar.tools.run_page import run_folder
 from megapar.tools.run_page.curve_sections import LOSSES, panels
 from megapar.tools.run_page.document import SCRIPTS, own_file
 from megapar.tools.run_page.plan_comparison import plan_of, planned_parts
-from megapar.tools.run_page.tables import phases, side_by_side
+from megapar.tools.run_page.tables import phases, side_by_side, summary
 from megapar.tools.run_page.watch import RELOAD_SECONDS
 from megapar.training.loop.callbacks import Profile
 from megapar.training.reports.monitor import _percentiles
@@ -371,6 +371,12 @@ def test_rows_that_do_not_matter_are_folded_and_the_best_values_marked() -> None
     assert rows(shown) == {"--lr": ["0.1", "0.2", "0.1"]}
     assert rows(folded) == {"--save": ["x/a", "x/b", "x/c"]}
     assert "Flags that differ" not in side_by_side([runs[0], runs[0]])
+
+
+@pytest.mark.parametrize(("peak", "shown"), [("table", True), ("flag", True), ("measured", False)])
+def test_the_share_of_a_guessed_peak_is_no_main_figure(peak: str, shown: bool) -> None:
+    record = {"iteration": 1, "consumed_tokens": 8, "loss": 2.0, "mfu": 0.4, "mfu_peak": peak}
+    assert ("MFU" in summary(run_folder.RunFolder("a", [record], {}, [], {}))) is shown
 
 
 def test_a_value_that_a_run_lacks_is_shown_as_missing() -> None:

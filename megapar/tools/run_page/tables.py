@@ -53,7 +53,7 @@ def summary(run: RunFolder) -> dict[str, MainFigure]:
     if (seconds := median_of(run, "iteration_seconds")) is not None:
         size, unit = scale("seconds", [seconds])
         parts["time per step"] = MainFigure(f"{seconds / size:.3g} {unit}", seconds, -1, STEPS_DIFFER)
-    if (share := median_of(run, "mfu")) is not None:
+    if (share := median_of(run, "mfu")) is not None and last.get("mfu_peak") != "measured":  # one short one: a guess
         text = f"{share:.1%}" if share >= 0.01 else f"{share:.2%}"
         parts["MFU"] = MainFigure(text, share, 1, STEPS_DIFFER)
     if peak := max((record.get("peak_memory_bytes") or 0 for record in run.records), default=0):
