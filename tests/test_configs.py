@@ -97,7 +97,7 @@ def test_a_file_has_a_number_of_ranks(four: str) -> None:
     assert parse("moe", ["--config", four], {"WORLD_SIZE": "4"}).grid.world_size == 4
     said = refused("moe", "--config", four, ranks=2)
     assert "--world-size 4, WORLD_SIZE 2" in said
-    assert "Start 4 ranks (on one node: `megapar launch --nproc-per-node 4` ..), set --world-size 2" in said
+    assert "Start 4 ranks (on one node: `megapar launch --nproc-per-node 4` ..), or set --world-size 2" in said
     assert parse("moe", ["--config", four, "--world-size", "2"], {"WORLD_SIZE": "2"}).grid.world_size == 2
 
 

@@ -101,7 +101,7 @@ TIMEOUT = timedelta(seconds=30)
 
 
 def declared(*flags: str, environ: Mapping[str, str] = ENVIRON, kind: str = "moe") -> RankEntry:
-    config = parse(kind, last_wins((*SMALL[kind], *COMMON), flags), {"WORLD_SIZE": "2"})
+    config = parse(kind, last_wins((*SMALL[kind], *COMMON), flags), {"WORLD_SIZE": environ.get("WORLD_SIZE", "2")})
     return RankEntry.of(config, make_corpus(config), Device(), environ)
 
 
@@ -244,10 +244,14 @@ def test_every_flag_that_is_compared_has_a_text(kind: str) -> None:
 def test_nodes_that_would_choose_different_dispatches_hear_of_it() -> None:
     """Eight ranks on nodes of 2, or of 4: dispatch by node would go two ways."""
     flags = ("--validate-only", "--world-size", "8", "--ep-degree", "8", "--num-experts", "8")
+    eight = {**ENVIRON, "WORLD_SIZE": "8"}
     two, four = (
-        declared(*flags, "--moe-dispatch", "node", "--ranks-per-node", ranks, environ={**ENVIRON, "GROUP_RANK": ranks})
+        declared(*flags, "--moe-dispatch", "node", "--ranks-per-node", ranks, environ={**eight, "GROUP_RANK": ranks})
         for ranks in "24"
     )
     assert differing(two, four) == {"the dispatch of experts"}
-    assert differing(two, declared(*flags, "--moe-dispatch", "plain")) == {"--moe-dispatch", "the dispatch of experts"}
+    assert differing(two, declared(*flags, "--moe-dispatch", "plain", environ=eight)) == {
+        "--moe-dispatch",
+        "the dispatch of experts",
+    }
     assert "pass --moe-dispatch plain on all of them" in asked(two, four)[0]

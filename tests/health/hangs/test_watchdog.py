@@ -68,6 +68,11 @@ def test_where_nobody_is_behind_the_network_is_suspected() -> None:
     assert "no rank is behind" in explain(reports, 4, OVERDUE, "--step-timeout-seconds is 30")
 
 
+@pytest.fixture(autouse=True)
+def _records_go_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # of a watchdog without a folder
+
+
 def test_a_long_step_of_one_process_ends_it_and_names_the_line() -> None:
     printed: list[str] = []
     ended = threading.Event()

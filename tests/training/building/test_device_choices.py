@@ -202,7 +202,7 @@ def test_a_request_is_followed_or_refused() -> None:
         ("8", "16", "2", 8),
         ("8", "16", "", 8),  # a launcher that does not count nodes
         ("8", "16", "3", None),  # 8 + 4 + 4
-        ("4", "6", "2", None),
+        ("4", "16", "2", None),
         ("", "16", "2", None),
         ("eight", "16", "2", None),
     ],
