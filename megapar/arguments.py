@@ -37,6 +37,7 @@ from megapar.files.uri import is_stored
 from megapar.launch_environment import equal_nodes
 from megapar.rules.model import export_class
 from megapar.schema.flag import KINDS, SCRIPTS, Flag, normal
+from megapar.schema.rule import either
 
 __all__ = ["FLAGS", "GROUPS", "KINDS", "SCRIPTS", "Config", "Flag", "parse", "parse_or_exit", "resolved_values"]
 
@@ -67,6 +68,12 @@ def parse(
         planning: No run starts. Skip the checks that only a start needs; the planner handles ``assume`` itself. The
             folder of --load-hf must exist, because a plan of the default sizes would be one of another model.
     """
+    if kind not in KINDS:
+        raise ValueError(
+            f"{kind!r} is not a trainer. Trainers are {either(KINDS)}; a dense decoder is moe with num_experts 0"
+        )
+    if isinstance(argv, str):
+        raise TypeError("parse takes words or a mapping, not a text: split() it, or pass {'lr': 1e-3}")
     environ = os.environ if environ is None else environ
     draft, values = _resolved(kind, argv, environ)
     if draft.foreign:  # without the file, the command line describes a different run

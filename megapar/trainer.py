@@ -156,8 +156,10 @@ def train(
         loggers: Get the records, on rank 0, next to the loggers that the flags turn on.
         callbacks: Run around the steps, on every rank.
         data: Token ids to train on, in place of ``--data-path``.
-        quiet: Print nothing to the terminal but errors.
+        quiet: Print nothing to the terminal but errors. Files and loggers get what they get otherwise.
     """
+    if not isinstance(config, Config):
+        raise TypeError(f"train takes what parse returns, not {type(config).__name__}: train(parse('moe', ...))")
     config = config if data is None else with_own_data(config, data)
     watch = make_watchdog(config)
     device = _prepare_device(config)

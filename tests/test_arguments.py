@@ -235,6 +235,13 @@ def test_fine_tuning_without_a_chat_template_is_refused_before_a_start(tmp_path:
         assert lacks not in str(refused.value)
 
 
+def test_a_text_or_another_trainer_is_named_as_such() -> None:
+    with pytest.raises(TypeError, match="parse takes words or a mapping, not a text"):
+        parse("moe", "--lr 1e-3")
+    with pytest.raises(ValueError, match=r"'gpt' is not a trainer\. Trainers are"):
+        parse("gpt", {})
+
+
 YARN = "--rope-scaling-type yarn --rope-scaling-factor 4 --seq-length 128"
 
 
@@ -441,6 +448,8 @@ def test_help_begins_with_examples_and_lists_groups(capsys: pytest.CaptureFixtur
         for group in {flag.group for flag in FLAGS.values() if kind in flag.models}:
             assert re.search(rf"^  {group} +\d+  \w", page, re.MULTILINE)
             assert help_text(kind, group) in every
+    assert help_text("moe", "--lr") == help_text("moe", "lr")
+    assert help_text("moe", "--no-memory-check") == help_text("moe", "memory-check")
     assert _printed("-h", capsys) == (0, help_text("moe"), "")
 
 

@@ -21,6 +21,7 @@ from megapar.errors import DataError
 from megapar.trainer import Trainer, train
 from megapar.training.loop.callbacks import TrainerCallback
 from megapar.training.reports import time_left
+from megapar.training.reports.logger import Logger
 from megapar.training.reports.record import Record
 from megapar.training.reports.terminal import PlainTerminal, ProgressTerminal
 from megapar.training.step import bad_steps as numbers
@@ -405,10 +406,25 @@ def test_versions_and_flags_are_printed_before_the_data_is_read(capsys: pytest.C
             assert [line.split()[0] for line in lines[:2]] == ([] if quiet or rank == "1" else ["megapar", "flags:"])
 
 
-def test_a_quiet_run_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = [*SMALL["moe"], *COMMON, "--train-iters", "2", "--data-path", "mock"]
-    assert train(parse("moe", flags, {}), quiet=True).stopped == ""
+def test_a_quiet_run_prints_nothing_and_keeps_its_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    heard: list[int] = []
+
+    class Heard(Logger):
+        def log(self, record: Record) -> None:
+            heard.append(record.iteration)
+
+    flags = [*SMALL["moe"], *COMMON, "--train-iters", "2", "--data-path", "mock", "--log-interval", "1"]
+    config = parse("moe", [*flags, "--metrics-jsonl", str(tmp_path / "metrics.jsonl")], {})
+    assert train(config, quiet=True, loggers=[Heard()]).stopped == ""
     assert capsys.readouterr().out == ""
+    assert heard == [1, 2]
+    assert len((tmp_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()) == 2
+    assert (tmp_path / "run.json").exists()
+
+
+def test_what_is_no_configuration_is_named() -> None:
+    with pytest.raises(TypeError, match="train takes what parse returns, not str"):
+        train("my.yaml")  # type: ignore[arg-type]
 
 
 def test_the_bar_of_a_terminal_moves_with_every_step(tmp_path: Path) -> None:

@@ -99,12 +99,13 @@ def help_text(kind: str, topic: str = "") -> str:
             groups.setdefault(flag.group, []).append(flag)
     if not topic:
         return _overview(kind, groups)
-    word = normal(topic)
+    word = normal(topic.lstrip("-"))
     if word in groups or word == ALL:
         shown = groups if word == ALL else {word: groups[word]}
         parts = [f"{name}: {GROUPS[name].title}\n{_lines_of(flags, kind)}" for name, flags in shown.items()]
         return "\n\n".join(parts) + "\n"
     known = {normal(flag.spelling[2:]): flag for flags in groups.values() for flag in flags}
+    word = word if word in known else word.removeprefix("no-")  # of a switch
     if word in known:
         return f"{_lines_of([known[word]], kind)}\n"
     names = list(dict.fromkeys([*groups, *known]))

@@ -116,7 +116,8 @@ def decoded(line: bytes, place: str, more: str = ", or set --on-bad-record skip"
         return line.decode()
     except UnicodeDecodeError as error:
         raise DataError(
-            f"{place}: not UTF-8 text ({error.reason}); convert the file, for example with iconv -t UTF-8{more}"
+            f"{place}: not UTF-8 text ({error.reason}); convert the file, for example with "
+            f"iconv -f ISO-8859-1 -t UTF-8 if it is Latin-1{more}"
         ) from error
 
 

@@ -50,7 +50,10 @@ def main(argv: Sequence[str]) -> int:
         print(f"megapar data: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("megapar data: interrupted; the same command resumes from the finished parts", file=sys.stderr)
+        print(
+            "megapar data: interrupted; the same command resumes from the parts that are finished, if any",
+            file=sys.stderr,
+        )
         return 130
 
 

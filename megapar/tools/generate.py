@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from megapar.config.config import FLAGS
 from megapar.errors import CheckpointError, MegaparError
+from megapar.files.tensor_file import CONFIG_FILE
 from megapar.files.uri import refuse_wrong
 from megapar.tools.parser import Parser, count, whole
 
@@ -79,6 +80,11 @@ def main(argv: Sequence[str]) -> int:
 
 def generate(options: Namespace) -> list[str]:
     """Return the prompts with their continuations, for parsed options. Raises MegaparError and OSError."""
+    if (Path(options.checkpoint) / CONFIG_FILE).is_file():
+        raise CheckpointError(
+            f"{options.checkpoint} is a model of transformers, not the folder of a run. transformers generates from it "
+            "(docs/finetune.md#use-it); a run that begins with it is --load-hf."
+        )
     import torch
     import transformers
 

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from megapar.config.config import FLAGS
 from megapar.config.run import SFT
 from megapar.config.values import BadValue, convert
-from megapar.errors import DataError
+from megapar.errors import DataError, MegaparError
+from megapar.files.conversation import conversation_of
 from megapar.files.disk import write_file
 from megapar.schema.flag import Flag
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 _COLOURS = ("#dbeafe", "#fef3c7", "#dcfce7", "#fce7f3", "#ede9fe", "#ffedd5")
 _STYLE = "body{font:14px/1.6 monospace;margin:2em}pre{white-space:pre-wrap}b{border-bottom:2px solid #dc2626}"
 _LEARNED, _PLAIN = "\x1b[1;31m", "\x1b[0m"
+_LONGEST_RECORD = 1 << 20  # bytes of the first record that are looked at
 _ENCODING = ("chat_template", "chat_date", "sft_turns")
 _OF_A_RUN = ("tokenizer_model", "split", "seq_length", "seed", "task", *_ENCODING, "sft_packing", "sft_loss")
 
@@ -106,7 +108,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sample", type=int, default=0, metavar="N", help="number of the sample of a run (default: 0)")
     parser.add_argument("--html", metavar="FILE", help="also write a page")
     add_run_flags(parser.add_argument_group("as in a run"), (*_OF_A_RUN, "sft_overlong", "document_per"))
-    parser.set_defaults(run=show, task=SFT)
+    parser.set_defaults(run=show, task=None)
 
 
 def chat_options(args: argparse.Namespace) -> ChatOptions:
@@ -117,17 +119,34 @@ def chat_options(args: argparse.Namespace) -> ChatOptions:
     return ChatOptions(template=args.chat_template, day=args.chat_date or date.today().isoformat(), **given)
 
 
+def _of_conversations(path: str) -> bool:
+    """Return True for prepared conversations, and for JSONL whose first record is one."""
+    from megapar.data.tokens.prepared import CHAT
+
+    if Path(f"{path}{CHAT}").is_file():
+        return True
+    try:
+        with open(path, "rb") as file:
+            conversation_of(file.readline(_LONGEST_RECORD))
+    except (OSError, MegaparError):
+        return False
+    return True
+
+
 def show(args: argparse.Namespace) -> int:
     """Print a sample, and write its page. Return the exit status."""
     from megapar.data.corpus import TextOptions, build, of_conversations
     from megapar.data.tokenizers.load import load_tokenizer
 
-    if args.sample < 0 or args.tokenizer_model is None:
-        raise DataError("samples are numbered from 0, and need --tokenizer-model")
+    if args.sample < 0:
+        raise DataError("samples are numbered from 0")
+    if args.tokenizer_model is None:
+        raise DataError("--tokenizer-model is needed: a file or a folder")
+    task = args.task or (SFT if any(map(_of_conversations, args.paths)) else "")
     run = {"data_path": args.paths, "eval_data_path": (), "vocab_size": load_tokenizer(args.tokenizer_model).size}
     run |= {name: getattr(args, name) for name in ("tokenizer_model", "split", "seq_length", "seed")}
     text = TextOptions(per=args.document_per)
-    corpus = of_conversations(chat_options(args), **run) if args.task == SFT else build("moe", **run, text=text)
+    corpus = of_conversations(chat_options(args), **run) if task == SFT else build("moe", **run, text=text)
     rows = list(stretches(corpus.train[args.sample], corpus))
     title = f"sample {args.sample} of {', '.join(args.paths)}"
     tokens, learned = (sum(row.last + 1 - row.first for row in some) for some in (rows, [r for r in rows if r.weight]))

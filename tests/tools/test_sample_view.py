@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from megapar.data.tokenizers.sentencepiece_tokenizer import train
 from megapar.tools.main import main
 from megapar.tools.sample_view import Stretch, page, terminal
 from tests.support.chat import save_tokenizer, turns
@@ -54,6 +55,17 @@ def test_a_sample_of_conversations(files: list[str], tmp_path: Path, capsys: pyt
     learned = [line for line in lines if "weight      1" in line]
     assert [line.split("  ")[-1] for line in learned] == ["A river<|im_end|>"] * 2
     assert "A river&lt;|im_end|&gt;</b>" in target.read_text()
+
+
+def test_text_is_shown_as_a_run_reads_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"A river {n}."}) + "\n" for n in range(9)))
+    model = tmp_path / "t.model"
+    model.write_bytes(train(iter(f"A river {n} of words." for n in range(99)), 290))
+    text = [str(tmp_path / "a.jsonl"), "--tokenizer-model", str(model)]
+    assert main(["data", "show", *text, "--seq-length", "16", "--split", "100,0"]) == 0
+    assert "A river" in capsys.readouterr().out
+    assert main(["data", "show", *text[:1]]) == 1
+    assert "--tokenizer-model is needed" in capsys.readouterr().err
 
 
 def test_it_needs_no_torch(files: list[str]) -> None:

@@ -78,6 +78,13 @@ class PlainTerminal(Logger):
         """Do nothing."""
 
 
+class SilentTerminal(PlainTerminal):
+    """Prints nothing: records still go to files and loggers."""
+
+    def print_line(self, text: str) -> None:
+        """Drop the line."""
+
+
 class ProgressTerminal(PlainTerminal):
     """Shows a progress bar with loss and time left, for interactive terminals. Lines scroll above it.
 
@@ -125,12 +132,14 @@ class ProgressTerminal(PlainTerminal):
 
 
 def make_terminal(config: Config, rank: int, iteration: int, *, quiet: bool = False) -> PlainTerminal | None:
-    """Return the terminal of rank 0, or None on other ranks and if ``quiet``. ``iteration`` is the last one done."""
-    if rank != 0 or quiet:
+    """Return the terminal of rank 0, or None on other ranks. ``iteration`` is the last one done."""
+    if rank != 0:
         return None
     iterations, interval = config.training.train_iters, config.logging.log_interval
     saves = config.checkpoint.save_interval if config.checkpoint.save else 0
     left = TimeLeft(iterations, {EVALUATION: config.training.eval_interval, SAVE: saves}, iteration)
+    if quiet:
+        return SilentTerminal(iterations, interval, left)
     if sys.stdout.isatty():
         return ProgressTerminal(iterations, interval, left, iteration)
     return PlainTerminal(iterations, interval, left)
