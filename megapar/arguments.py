@@ -170,7 +170,9 @@ def _help_topic(argv: Sequence[str]) -> str | None:
     for at, token in enumerate(argv):
         name, _, attached = token.partition("=")
         if name in ("-h", "--help"):
-            return attached or next((word for word in argv[at + 1 : at + 2] if not word.startswith("-")), "")
+            after = argv[at + 1 : at + 2]
+            asked = [word for word in after if not word.startswith("-") or at + 2 == len(argv)]
+            return attached or "".join(asked)
     return None
 
 

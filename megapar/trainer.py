@@ -164,14 +164,8 @@ def train(
     watch = make_watchdog(config)
     device = _prepare_device(config)
     watch.start()
-    leads = os.environ.get("RANK", "0") == "0" and not quiet
-    for line in opening.header(config, device) if leads else ():
-        sys.stdout.write(f"{line}\n")
     try:
-        config = with_fetched_data(config)
-        with StatusLine.on(sys.stdout) if leads else nullcontext(silent) as status:
-            corpus = make_corpus(config, status) if data is None else make_own_corpus(config, data)
-        config = with_epochs(config, len(corpus.train))
+        config, corpus = _read_data(config, device, data, prints=os.environ.get("RANK", "0") == "0" and not quiet)
         declared = make_entry(config, corpus, device)
         if rendezvous_url is None and (unknown := unknown_address()):
             sys.stderr.write(f"rank {os.environ['RANK']}: {unknown}\n")
@@ -215,6 +209,16 @@ def _prepare_device(config: Config) -> Device:
     if config.training.deterministic:
         device.repeat_results()
     return device
+
+
+def _read_data(config: Config, device: Device, data: OwnData | None, *, prints: bool) -> tuple[Config, Corpus]:
+    """Print what the run is, and return its corpus and the configuration with the length that follows from it."""
+    for line in opening.header(config, device) if prints else ():
+        sys.stdout.write(f"{line}\n")
+    config = with_fetched_data(config)
+    with StatusLine.on(sys.stdout) if prints else nullcontext(silent) as status:
+        corpus = make_corpus(config, status) if data is None else make_own_corpus(config, data)
+    return with_epochs(config, len(corpus.train)), corpus
 
 
 class Trainer:

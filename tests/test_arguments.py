@@ -256,6 +256,12 @@ def reminders(line: str) -> list[str]:
         ("--data-path builtin", []),
         ("--data-path mock --train-iters 999", []),
         ("--data-path mock --train-iters 1000", ["no-save"]),
+        ("--data-path a.jsonl --hidden-size 4096 --num-layers 32", ["tokenizer-trained"]),
+        ("--data-path 0.5 web=a.jsonl.gz --hidden-size 4096 --num-layers 32", ["tokenizer-trained"]),
+        ("--data-path tokens/a --hidden-size 4096 --num-layers 32", []),
+        ("--data-path a.bin --hidden-size 4096 --num-layers 32", []),
+        ("--data-path a.txt --hidden-size 4096 --num-layers 32", ["tokenizer-trained"]),
+        ("--data-path a.txt", []),
         ("--data-path mock --recompute-granularity full", ["recompute-nothing"]),
         ("--data-path mock --recompute-granularity full --recompute-interval 1", []),
         (f"--data-path mock {YARN} --original-max-position-embeddings 31", ["yarn-length"]),
@@ -462,6 +468,8 @@ def test_help_begins_with_examples_and_lists_groups(capsys: pytest.CaptureFixtur
         ("--help segment-broadcast-MB", "--segment-broadcast-MB FLOAT", "--segment-anchors VALUE"),
         ("--help all", "--seq-length", "examples:"),
         ("--help --lr 1", "examples:", "--seq-length"),
+        ("--help --seq-length", "  --seq-length INT", "--hidden-size"),
+        ("--help --no-memory-check", "  --memory-check", "examples:"),
     ],
 )
 def test_help_tells_a_group_or_a_flag(argv: str, told: str, not_told: str, capsys: pytest.CaptureFixture[str]) -> None:

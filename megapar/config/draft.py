@@ -90,7 +90,7 @@ class Draft:
         cuts_parameters: A file sets segments (buckets) as PaddlePaddle's static graphs do, where sharding includes
             parameters.
         about: Keys of the files that are not flags.
-        foreign: A file is for the other trainer; none of its keys was read.
+        foreign: A file is for the other trainer, or a config.json of transformers; none of its keys was read.
     """
 
     kind: str

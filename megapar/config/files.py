@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from datetime import date
@@ -36,12 +35,11 @@ from megapar.files.paths import METRICS, is_url
 from megapar.files.regular_file import INDEX_BYTES, read_json
 from megapar.files.tensor_file import CONFIG_FILE, INDEX_FILE
 from megapar.files.tokenizer_files import FOLDER, TOKENIZER_FILES, foreign_tokenizer, stored_fingerprint
-from megapar.files.uri import MEMORY, is_stored, masked, wrong_uri
+from megapar.files.uri import MEMORY, is_stored, masked, with_both_slashes, wrong_uri
 from megapar.launch_environment import starts_before
 from megapar.schema.rule import either, spell
 
 MOST_STEPS = 8  # listed in a message
-_ONE_SLASH = re.compile(r"(s3|gs|memory):/[^/]")
 
 
 def check_model(values: Mapping[str, Any]) -> Iterator[Complaint]:
@@ -93,9 +91,9 @@ def check_stores(values: Mapping[str, Any]) -> Iterator[Complaint]:
         value = values.get(flag.name) if flag.store else None
         words = value if isinstance(value, tuple) else (value or "",)
         places = [split_name(word)[1] if flag.named else word for word in words]
-        for place in filter(_ONE_SLASH.match, places):
-            message = f"{flag.spelling} {place} is a folder {place.partition('/')[0]} here, not a bucket."
-            yield Complaint("store", message, f"Write {place.replace(':/', '://', 1)}.")
+        for uri in filter(None, map(with_both_slashes, places)):
+            message = f"{flag.spelling} {masked(uri).replace('://', ':/', 1)} is a path on a disk, not in a bucket."
+            yield Complaint("store", message, f"Write {masked(uri)}.")
         for uri in filter(is_url, places):
             problem, fix = wrong_uri(uri)
             if problem:

@@ -274,7 +274,7 @@ def read_files(draft: Draft, paths: Sequence[str]) -> None:
 def read_file(draft: Draft, path: str, origin: str = "file") -> None:
     """Read the keys of a YAML file into the draft; for a file of the other trainer, only complain."""
     loaded = _read_pairs(draft, path)
-    if {"architectures", "model_type"} & {key for key, _ in loaded}:
+    if path.endswith(".json") and {"architectures", "model_type"} & {key for key, _ in loaded}:
         draft.complain("config-file", f"{path} is a config.json of transformers.", _FROM_HF.format(path=path))
         draft.foreign = True
         return

@@ -6,6 +6,7 @@ Only the check of the --save folder and of defaults give the same result on ever
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from megapar.checkpoints.format.names import (
@@ -18,6 +19,7 @@ from megapar.checkpoints.format.names import (
 )
 from megapar.config.draft import is_from_file
 from megapar.errors import Complaint
+from megapar.files.data_files import JSONL, PARQUET, TEXT, kind_of, split_name
 from megapar.files.location import Location, at, same_place
 from megapar.launch_environment import job_id, starts_before
 from megapar.machine import no_device
@@ -155,12 +157,9 @@ class DefaultNotes(NamedTuple):
 
 def check_defaults(values: Mapping[str, Any], origins: Mapping[str, str]) -> DefaultNotes:
     """Return the findings for flat values, any of which may be missing, and their origins."""
-    text, others = (
-        _built_in_text(values, origins),
-        [*_own_tokenizer(values, origins), *_yarn(values), *_recompute(values, origins)],
-    )
+    text = _built_in_text(values, origins)
+    others = [*_own_tokenizer(values, origins), *_yarn(values), *_recompute(values, origins), *_saving(values)]
     refused = text is not None and _is_published(values, origins)
-    others += _saving(values)
     notes = others if refused or text is None else [text, *others]
     return DefaultNotes((text,) if text is not None and refused else (), tuple(notes))
 
@@ -173,9 +172,10 @@ def _built_in_text(values: Mapping[str, Any], origins: Mapping[str, str]) -> Com
 
 
 def _own_tokenizer(values: Mapping[str, Any], origins: Mapping[str, str]) -> list[Complaint]:
-    own = values.get("data_path") and origins.get("data_path", "default") != "default"
+    """Note that text of the user's own is encoded by a tokenizer that is not the published model's."""
     known = values.get("tokenizer_model") or values.get("load") or values.get("load_hf")
-    if not own or known or values["data_path"] in (("builtin",), ("mock",)) or not _is_published(values, origins):
+    kinds = {kind_of(Path(split_name(word)[1])) for word in values.get("data_path") or ()}  # "" may be indexed
+    if known or not kinds & {*TEXT, *JSONL, PARQUET} or not _is_published(values, origins):
         return []
     message = "Without --tokenizer-model, a tokenizer is trained on the text, with --vocab-size ids at most."
     return [Complaint("tokenizer-trained", message, "Set --tokenizer-model to that of the model, if it has one.")]
@@ -192,10 +192,8 @@ def _yarn(values: Mapping[str, Any]) -> list[Complaint]:
 
 
 def _recompute(values: Mapping[str, Any], origins: Mapping[str, str]) -> list[Complaint]:
-    asked = (
-        origins.get("recompute_granularity", "default") != "default" and values.get("recompute_granularity") == "full"
-    )
-    if not asked or any(values.get(name) for name in _RECOMPUTES):
+    asked = origins.get("recompute_granularity", "default") != "default"
+    if not asked or values.get("recompute_granularity") != "full" or any(values.get(name) for name in _RECOMPUTES):
         return []
     message = "--recompute-granularity full is what a recomputed unit is, and nothing is recomputed."
     return [Complaint("recompute-nothing", message, "Add --recompute-interval 1, or leave it out.")]

@@ -58,6 +58,12 @@ def wrong_uri(text: str) -> tuple[str, str]:
     return "", ""
 
 
+def with_both_slashes(text: str) -> str:
+    """Return the URI that a path such as ``s3:/BUCKET`` is meant to be; "" for any other text."""
+    scheme, colon, rest = text.partition(":/")
+    return f"{scheme}://{rest}" if colon and scheme in SCHEMES and not rest.startswith("/") else ""
+
+
 def refuse_wrong(text: str) -> None:
     """Raise ConfigError for a URI that cannot be used; any other text is a path."""
     problem, fix = wrong_uri(text) if "://" in text else ("", "")

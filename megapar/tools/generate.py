@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megapar.checkpoints.format.names import holds_checkpoints
 from megapar.config.config import FLAGS
 from megapar.errors import CheckpointError, MegaparError
 from megapar.files.tensor_file import CONFIG_FILE
@@ -80,7 +81,8 @@ def main(argv: Sequence[str]) -> int:
 
 def generate(options: Namespace) -> list[str]:
     """Return the prompts with their continuations, for parsed options. Raises MegaparError and OSError."""
-    if (Path(options.checkpoint) / CONFIG_FILE).is_file():
+    refuse_wrong(options.checkpoint)
+    if (Path(options.checkpoint) / CONFIG_FILE).is_file() and not holds_checkpoints(Path(options.checkpoint)):
         raise CheckpointError(
             f"{options.checkpoint} is a model of transformers, not the folder of a run. transformers generates from it "
             "(docs/finetune.md#use-it); a run that begins with it is --load-hf."
@@ -93,7 +95,6 @@ def generate(options: Namespace) -> list[str]:
     from megapar.data.tokenizers.load import load_tokenizer
     from megapar.training.step.dtypes import DTYPES
 
-    refuse_wrong(options.checkpoint)
     device = pick(options.device).torch_device
     own = load_tokenizer(options.tokenizer_model) if options.tokenizer_model else None
     transformers.logging.set_verbosity_error()

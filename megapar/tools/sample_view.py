@@ -16,6 +16,7 @@ from megapar.config.run import SFT
 from megapar.config.values import BadValue, convert
 from megapar.errors import DataError, MegaparError
 from megapar.files.conversation import conversation_of
+from megapar.files.data_files import first_line
 from megapar.files.disk import write_file
 from megapar.schema.flag import Flag
 
@@ -126,8 +127,7 @@ def _of_conversations(path: str) -> bool:
     if Path(f"{path}{CHAT}").is_file():
         return True
     try:
-        with open(path, "rb") as file:
-            conversation_of(file.readline(_LONGEST_RECORD))
+        conversation_of(first_line(Path(path), _LONGEST_RECORD)[1])
     except (OSError, MegaparError):
         return False
     return True

@@ -42,7 +42,7 @@ from megapar.training.step.job import Job
 from megapar.training.step.schedules import make_progressive
 
 FULL = "full"
-SHORT = 16  # documents are short if a sample has more tokens than this many of them
+SHORT_DOCUMENTS = 16  # documents are short if a sample has more tokens than this many of them
 WIDTH = 118
 MOST_HOSTS = 6  # maximum number of hosts in a line
 _INDENT = " " * 15
@@ -159,7 +159,7 @@ def _data(config: Config, corpus: Corpus) -> Iterator[str]:
     yield from _side("trained on", corpus.contents)
     yield from _side("held out", corpus.heldout_contents)
     length = config.model.seq_length
-    if any(one.cut_files > 1 and SHORT * (one.mean or length) < length for one in corpus.contents):
+    if any(one.cut_files > 1 and SHORT_DOCUMENTS * (one.mean or length) < length for one in corpus.contents):
         yield f"{'':12}blank lines make documents that are short beside samples; --document-per file: whole files"
     if (sets := corpus.evaluation_sets) and config.training.eval_interval:
         read = sum(num_evaluated(config, samples) for samples in sets.values())
