@@ -519,8 +519,12 @@ class Trainer:
         self._log_messages()
 
     def _log_messages(self) -> None:
-        for line in (*self.bad_steps.pop_messages(), *self.guards.pop_messages()):
+        for line in (*self.bad_steps.pop_messages(), *self._coverage()):
             self._message(line)
+
+    def _coverage(self) -> list[str]:
+        """Return the lines of the guards about what they compare, which a short log leaves out."""
+        return self.guards.pop_messages() if opening.is_full(self.config) else []
 
     def _check(self, *, saved: bool) -> None:
         """Run the guards that are due after a step or before a save. Raises TrainingError for corrupted state."""
@@ -663,7 +667,7 @@ class Trainer:
         self.checkpoints.log_line = self.terminal.print_message
         if self.local_saves is not None:
             self.local_saves.log_line = self.terminal.print_message
-        for line in (*self._notes, *self.guards.pop_messages(), self._degree):
+        for line in (*self._notes, *self._coverage(), self._degree):
             if line:
                 self.terminal.print_message(line)
         if self.progress.iteration:

@@ -122,9 +122,9 @@ def bubble(schedule: str) -> Callable[[Sequence[Record]], str]:
 
 
 def restarted(records: Sequence[Record]) -> str:
-    """Return the time of a restart by forking relative to one that starts processes."""
+    """Return the speed of a restart by forking relative to one that starts processes."""
     seconds = records[-1]["seconds"]
-    return times(median(seconds["warm"]) / median(seconds["one by one"]))
+    return times(median(seconds["one by one"]) / median(seconds["warm"]))
 
 
 def predicted(records: Sequence[Record]) -> str:
@@ -134,13 +134,13 @@ def predicted(records: Sequence[Record]) -> str:
         for record in records
         if record["use"] == "unfitted" and "error" in record and "unscored" not in record
     ]
-    return percent(median(errors))
+    return f"{percent(median(errors))} of {len(errors)} runs"
 
 
 def sliced(records: Sequence[Record]) -> str:
-    """Return the time of a step with slices across layers relative to the serial one, over a slow link."""
+    """Return the speed of a step with slices across layers relative to the serial one, over a slow link."""
     ways = records[-1]["rates"][0]["ways"]
-    return times(ways["cross-layer 2"]["seconds"] / ways["serial"]["seconds"])
+    return times(ways["serial"]["seconds"] / ways["cross-layer 2"]["seconds"])
 
 
 def recompute_memory(records: Sequence[Record]) -> str:
@@ -196,21 +196,21 @@ FIGURES = (
         "node_dispatch/results/*cpu.json",
         lambda records: times(records[-1]["shapes"][0]["shares"][0]["gain"]),
     ),
-    Figure("time: AMPipe across layers, slow link", "serial step", "step_hiding/results/*cpu.jsonl", sliced, True),
+    Figure("speed: AMPipe across layers, slow link, CPU", "no slices", "step_hiding/results/*cpu.jsonl", sliced, True),
     Figure("time: bubble of ZBV", "1F1B", "pipeline/results/*cpu.json", bubble("zero_bubble, 2 chunks")),
     Figure("memory: every layer recomputed", "nothing recomputed", RECOMPUTE, recompute_memory),
     Figure("time: every layer recomputed", "nothing recomputed", RECOMPUTE, recompute_time),
     Figure("time: a step with all guards", "no guards", "guards/results/*cpu.jsonl", guarded),
     Figure(
-        "time: from a kill to the next step",
-        "processes started separately",
+        "speed: from a kill to the next step, ranks forked from a warm process",
+        "ranks started anew",
         "reliability/results/*restart-cpu.json",
         restarted,
         True,
     ),
     Figure(
-        "tokens per second of published GPU runs, planned: median error",
-        "published",
+        "error of planned tokens per second, median over GPU runs that nothing was fitted to",
+        "published speeds",
         "prediction/results/tokens.jsonl",
         predicted,
         True,

@@ -470,6 +470,7 @@ def test_help_begins_with_examples_and_lists_groups(capsys: pytest.CaptureFixtur
         ("--help --lr 1", "examples:", "--seq-length"),
         ("--help --seq-length", "  --seq-length INT", "--hidden-size"),
         ("--help --no-memory-check", "  --memory-check", "examples:"),
+        ("--help --tensor-model-parallel-size", "  --mp-degree", "examples:"),
     ],
 )
 def test_help_tells_a_group_or_a_flag(argv: str, told: str, not_told: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -43,6 +43,7 @@ NAMED_DATA = ("builtin", "mock")
 MAX_LINE_BYTES = 1 << 20  # a longer first line is left to the reader
 MAX_FILES = 100  # files of a folder whose first lines are checked
 _PARQUET_MAGIC = b"PAR1"
+_SUCH_FILES = "Pass a folder with such files, or text of other suffixes by the names of its files."
 _HUB_NAME = r"[\w.-]+(/[\w.-]+)?"
 
 
@@ -170,7 +171,7 @@ def _folder(name: str, folder: Path, values: Mapping[str, Any]) -> Iterator[Comp
         message = f"{spelling} {folder} is a folder of indexed files, which are named by their prefixes."
         yield Complaint("file", message, f"Write {spelling} {corpora[0]}{more}; with weights: 0.7 A 0.3 B.")
     elif not entries.taken:
-        yield Complaint("file", f"{spelling} {folder}: {nothing_read(entries)}.", "Pass a folder with such files.")
+        yield Complaint("file", f"{spelling} {folder}: {nothing_read(entries)}.", _SUCH_FILES)
     for file in islice(entries.taken, MAX_FILES):
         assert isinstance(file, Path), "this is a folder of a disk"
         yield from _content(name, file, values)

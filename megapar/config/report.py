@@ -105,9 +105,10 @@ def help_text(kind: str, topic: str = "") -> str:
         parts = [f"{name}: {GROUPS[name].title}\n{_lines_of(flags, kind)}" for name, flags in shown.items()]
         return "\n\n".join(parts) + "\n"
     known = {normal(flag.spelling[2:]): flag for flags in groups.values() for flag in flags}
-    word = word if word in known else word.removeprefix("no-")  # of a switch
-    if word in known:
-        return f"{_lines_of([known[word]], kind)}\n"
+    aliases = {normal(alias.name): flag for flags in groups.values() for flag in flags for alias in flag.aliases}
+    word = word if word in {**aliases, **known} else word.removeprefix("no-")  # of a switch
+    if word in {**aliases, **known}:
+        return f"{_lines_of([{**aliases, **known}[word]], kind)}\n"
     names = list(dict.fromkeys([*groups, *known]))
     near = [name for name in names if word in name][:NEAR] or get_close_matches(word, names, NEAR, 0.6)
     hint = f" Did you mean {either(near)}?" if near else ""

@@ -58,17 +58,6 @@ RULES: tuple[Rule, ...] = (
         passing="--world-size 2 --ep-degree 2 --moe-dispatch plain",
         failing="--moe-dispatch plain",
     ),
-    unused(
-        "ranks-per-node-unused",
-        ("ranks_per_node",),
-        ("ep_degree", "moe_dispatch"),
-        lambda f: f.ep_degree <= 1 or f.moe_dispatch == "plain",
-        "with --ep-degree 1 or --moe-dispatch plain",
-        fix="Leave it out.",
-        models=MOE,
-        passing="--world-size 2 --ep-degree 2 --ranks-per-node 1",
-        failing="--world-size 2 --ep-degree 2 --moe-dispatch plain --ranks-per-node 1",
-    ),
     _no_effect(
         id="moe-rebalance-experts",
         reads=("moe_rebalance_interval", "ep_degree", "num_experts"),

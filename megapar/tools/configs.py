@@ -77,6 +77,8 @@ def published_yaml(config: Json, source: str) -> str:
     if flags.get("rope_scaling_type") == NONE:
         flags.pop("original_max_position_embeddings", None)  # of no scaling
     keys = {setting.flag: setting.name for setting in architecture.settings if setting.flag}
+    if isinstance(spread := config.get("initializer_range"), float):  # a trained model's weights need none
+        flags["init_std"], keys["init_std"] = spread, "initializer_range"
     lines = [
         (f"{name}: {_yaml(flags[name])}", keys.get(name, architecture.name))
         for name, flag in FLAGS.items()
@@ -84,6 +86,10 @@ def published_yaml(config: Json, source: str) -> str:
     ]
     width = max(len(text) for text, _ in lines)
     notes = [f"# Not in it: {remark}." for remark in remarks(config)]
+    if (weight := config.get("router_aux_loss_coef")) is not None:
+        notes.append(
+            f"# Not in it: router_aux_loss_coef is {weight}, the weight of another formula; see docs/models.md."
+        )
     header = [
         f"# {architecture.name} from random weights, with the sizes of {source}; any of them may be changed.",
         f"# Add data, batch, rate, steps and layout, as in: megapar pretrain {kind} --config FILE --data-path PATH ...",

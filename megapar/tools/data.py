@@ -24,7 +24,7 @@ def make_parser() -> Parser:
         prog="megapar data",
         description="Prepare, check and show data, and train tokenizers.",
         examples=(
-            "prepare --input my.jsonl --tokenizer-model tokenizer.model --output data/my",
+            "prepare my.jsonl --tokenizer-model tokenizer.model --output data/my",
             "show my.jsonl --tokenizer-model tokenizer.model",
             "check data/my",
         ),
@@ -39,7 +39,10 @@ def make_parser() -> Parser:
 
 def main(argv: Sequence[str]) -> int:
     """Run prepare, show, check or train-tokenizer. Return the exit status: 0 done, 1 or 2 failed, 130 interrupted."""
-    args = make_parser().parse_args(argv)
+    command, *rest = argv or [""]
+    if command in ("prepare", "train-tokenizer") and rest and not rest[0].startswith("-"):
+        rest = ["--input", *rest]  # paths may come first, as those of show and check do
+    args = make_parser().parse_args([command, *rest] if argv else argv)
     try:
         run: Callable[[argparse.Namespace], int] = args.run
         return run(args)

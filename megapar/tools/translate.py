@@ -15,9 +15,11 @@ from itertools import pairwise
 from pathlib import Path
 
 from megapar.arguments import parse, resolved_values
-from megapar.config.read import normal
+from megapar.config.draft import Draft
+from megapar.config.read import normal, read_line
 from megapar.errors import Complaint, ConfigError
 from megapar.schema.flag import SCRIPTS
+from megapar.tools.configs import yaml_of
 from megapar.tools.parser import Parser
 from megapar.tools.translation import open_values
 from megapar.tools.translation.cases import whole
@@ -41,6 +43,7 @@ SAME_TRAINING, NOTHING, OTHER_TRAINING = 0, 2, 3
 _STATUS = "Exit status: 0 the same training, 2 nothing to translate, 3 a different training or a refused command."
 _USAGE = "megapar translate train.sh, megapar translate run.yaml, megapar translate -- torchrun ... pretrain_gpt.py ..."
 _SHELLS = ("bash", "sh")
+_OWN = ("--json", "--yaml", "--accept")
 _GUESSES = {
     "": "{}",
     "likely": "{} (a guess from the arguments)",
@@ -108,7 +111,9 @@ def make_parser() -> Parser:
         "-- --num-layers 4 --hidden-size 64 --num-attention-heads 4",
     )
     parser = Parser(prog="megapar translate", description=__doc__, epilog=_STATUS, examples=examples)
-    parser.add_argument("--json", action="store_true", help="print a list of objects, one per argument")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print a list of objects, one per argument")
+    form.add_argument("--yaml", action="store_true", help="print a file for --config in place of the command")
     parser.add_argument("--accept", action="store_true", help="exit with status 0 even if the training differs")
     parser.add_argument("source", nargs="*", metavar="FILE [NAME=VALUE ...]", help="a script, and variables for it")
     return parser
@@ -127,7 +132,7 @@ def main(argv: Sequence[str]) -> int:
     if options.json:
         print(json.dumps([asdict(item) for item in translation.items]))
     else:
-        sys.stdout.write(describe(translation, source))
+        sys.stdout.write(as_yaml(translation, source) if options.yaml else describe(translation, source))
     return SAME_TRAINING if translation.same or (options.accept and translation.starts) else OTHER_TRAINING
 
 
@@ -137,8 +142,8 @@ def _split_arguments(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     if "--" in words:
         place = words.index("--")
         return words[:place], words[place + 1 :]
-    if any(word.startswith("--") and word not in ("--json", "--accept", "--help") for word in words):
-        own = [word for word in words if word in ("--json", "--accept")]  # the -- was forgotten
+    if any(word.startswith("--") and word not in (*_OWN, "--help") for word in words):
+        own = [word for word in words if word in _OWN]  # the -- was forgotten
         return own, [word for word in words if word not in own]
     return words, []
 
@@ -251,6 +256,24 @@ def describe(translation: Translation, source: Script | None = None) -> str:
     if answer is not None and answer.files:
         lines += ["", f"not on this machine ({len(answer.files)})", *(f"  {one}" for one in answer.files)]
     return "\n".join(lines) + "\n"
+
+
+def as_yaml(translation: Translation, source: Script | None = None) -> str:
+    """Return the heading as comments, how to start the file, and the trainer's flags as a file for --config.
+
+    What is left to the user, and what the rules refuse, is a comment each.
+    """
+    lines = [f"# {text}" for text in _heading(translation, source)]
+    if not translation.kind:
+        return "\n".join(lines) + "\n"
+    launcher, trainer = equivalent(translation.items)
+    script = SCRIPTS[translation.kind]
+    lines.append(f"# Start it by: {' '.join(['megapar launch', *launcher, script])} --config FILE")
+    lines += [f"# {item.here or item.flag}: {item.reason}" for item in translation.items if item.verdict == LEFT]
+    lines += [f"# {one}" for one in (translation.answer.complaints if translation.answer else ())]
+    draft = Draft(translation.kind)
+    read_line(draft, [word for flags in trainer for word in shlex.split(flags)])
+    return "\n".join([*lines, f"script: {script}"]) + "\n" + yaml_of(draft.values)
 
 
 def _heading(translation: Translation, source: Script | None) -> list[str]:

@@ -73,7 +73,6 @@ PROOFS: dict[str, Proof] = {
         "--ep-degree 2 --ranks-per-node 1 --moe-dispatch node --num-layers 1 --num-experts 32770", 2
     ),
     "moe-dispatch-unused": Proof(idle=("moe_dispatch",)),
-    "ranks-per-node-unused": Proof(idle=("ranks_per_node",)),
     "moe-rebalance-experts": Proof(argument="there is one place for an expert, or ranks with one expert to exchange"),
     "not-built-stage-3-rebalance": Proof(
         argument="rows of the DTensors of FSDP2 would have to be moved, which is not built"

@@ -51,12 +51,15 @@ def test_configs_refuses_what_the_package_has_not(name: str, hint: str, capsys: 
 def test_configs_of_a_published_model_train_that_model(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = ARCHITECTURES[name].config(settings_of(name))
+    config = ARCHITECTURES[name].config(settings_of(name)) | {"initializer_range": 0.013, "router_aux_loss_coef": 0.5}
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     assert main(["configs", "--from-hf", str(tmp_path)]) == 0
-    (tmp_path / "its.yaml").write_text(capsys.readouterr().out, encoding="utf-8")
+    (tmp_path / "its.yaml").write_text(said := capsys.readouterr().out, encoding="utf-8")
+    assert "# Not in it: router_aux_loss_coef is 0.5, the weight of another formula; see docs/models.md.\n" in said
     kind, flags = flags_of(config)
-    sizes = parse(kind, ["--config", str(tmp_path / "its.yaml"), "--data-path", "mock", "--seq-length", "8"]).model
+    parsed = parse(kind, ["--config", str(tmp_path / "its.yaml"), "--data-path", "mock", "--seq-length", "8"])
+    sizes = parsed.model
+    assert parsed.values()["init_std"] == 0.013
     settings = spec_of(sizes).published.settings(sizes)
     assert {flag: settings[flag] for flag in flags} == flags
 

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from megapar.arguments import parse
+from megapar.config.draft import Draft
+from megapar.config.read import read_file, read_line
 from megapar.tools.main import main
-from megapar.tools.translate import NOTHING, OTHER_TRAINING, SAME_TRAINING, Translated, check, translate_line
+from megapar.tools.translate import NOTHING, OTHER_TRAINING, SAME_TRAINING, Translated, as_yaml, check, translate_line
 from megapar.tools.translation import open_values
 from megapar.tools.translation.source import read_source, take_apart
 from megapar.tools.translation.translated import equivalent, framework_of, implicit_defaults, translate
@@ -49,6 +51,31 @@ def test_every_argument_is_accounted_for(path: Path) -> None:
         assert item.verdict in VERDICTS
         assert item.ours or item.reason, item
         assert item.verdict != UNKNOWN, item
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+def test_the_file_sets_what_the_command_sets(path: Path, tmp_path: Path) -> None:
+    translation = translate_line(take_apart(arguments(path.stem)))
+    (tmp_path / "run.yaml").write_text(as_yaml(translation))
+    written, typed = Draft(translation.kind), Draft(translation.kind)
+    read_file(written, str(tmp_path / "run.yaml"))
+    read_line(typed, [word for flags in equivalent(translation.items)[1] for word in shlex.split(flags)])
+    assert typed.values.items() <= written.values.items()
+    assert len(written.values) == len(typed.values)
+    assert not written.complaints
+
+
+def test_a_file_names_what_is_left_and_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "train.sh"
+    script.write_text(
+        f"torchrun --nproc-per-node 4 pretrain_gpt.py {shlex.join(PLAIN)} --data-path $T --context-parallel-size 8\n"
+    )
+    main(["translate", str(script), "--yaml"])
+    said = capsys.readouterr().out
+    assert "# Start it by: megapar launch --nproc-per-node 4 pretrain_moe.py --config FILE\n" in said
+    assert "# --data-path: the script takes it from $T\n" in said
+    assert re.search(r"# \[\S+\] .*4", said)
+    assert "\ncp_degree: 8\n" in said
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,7 @@ def flipping(kind: str, at: int) -> Any:
 )
 def test_a_sound_run_is_the_same_with_it(layout: str) -> None:
     world_size, flags = LAYOUTS[layout]
+    flags = (*flags, "--log-start", "full")
     want = run_ranks(world_size, faulty, (*flags, "--state-digest-steps", "0"), group=False)[0]
     for steps in ("2", "auto"):
         found, printed, error = run_ranks(world_size, faulty, (*flags, "--state-digest-steps", steps), group=False)[0]
@@ -127,10 +128,14 @@ def test_a_skipped_step_keeps_what_is_held(tmp_path: Path) -> None:
 
 
 def test_as_many_steps_as_keep_it_below_its_share() -> None:
-    printed = run_ranks(2, faulty, ("--sharding-degree", "2"), group=False)[0][1]
+    printed = run_ranks(2, faulty, ("--sharding-degree", "2", "--log-start", "full"), group=False)[0][1]
     lines = [line for line in printed if line.startswith("masters and moments")]
     assert lines[0] == "masters and moments: comparison starts after a few steps, and takes at most 1% of a step"
     assert len(lines) == 2
+
+
+def test_a_short_log_leaves_its_coverage_out() -> None:
+    assert run_ranks(2, faulty, ("--sharding-degree", "2"), group=False)[0][1] == []
 
 
 def test_what_is_said_of_the_coverage() -> None:
