@@ -52,7 +52,7 @@ def verdict(plan: Plan) -> dict[str, str]:
         "step": f"{speed.step_seconds:.3f} s for {plan.tokens_per_step:,} tokens",
         "MFU": f"{speed.mfu:.1%} of {_teraflops(plan.kind.peak(plan.run.dtype))}",
         "tokens/s": f"{speed.tokens_per_second:,.0f}, {speed.tokens_per_second / world:,.0f} per device",
-        "whole run": f"{_duration(plan.days)}, {hours}, for {billions(plan.token_budget)} tokens",
+        "whole run": f"{_duration(plan.days)}, {hours}, for {billions(round(plan.token_budget))} tokens",
     }
 
 
