@@ -175,7 +175,7 @@ def proxied(upstream: str) -> Iterator[tuple[Proxy, str]]:
     """Yield a proxy of a server and its endpoint."""
     proxy = Proxy(upstream)
     server = _Server(("127.0.0.1", 0), type("Handler", (_Handler,), {"proxy": proxy}))
-    thread = threading.Thread(target=server.serve_forever, name="bucket-proxy", daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), name="bucket-proxy", daemon=True)
     thread.start()
     try:
         yield proxy, f"http://127.0.0.1:{server.server_port}"

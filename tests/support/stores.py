@@ -178,9 +178,9 @@ def in_objects() -> Location:
     return at(f"memory://{uuid.uuid4().hex}/store")
 
 
-@pytest.fixture(params=["disk", "memory", "objects", "s3"])
+@pytest.fixture(params=["disk", "memory", "objects", pytest.param("s3", marks=pytest.mark.table)])
 def store_root(request: pytest.FixtureRequest, tmp_path: Path) -> Location:
-    """Return an empty folder of each store."""
+    """Return an empty folder of each store; of a real server, which tests/files asks in the suite, with ``-m table``."""
     if request.param == "s3":
         return request.getfixturevalue("bucket")
     return {"disk": lambda: at(tmp_path), "memory": in_memory, "objects": in_objects}[request.param]()

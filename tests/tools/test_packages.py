@@ -54,11 +54,16 @@ def test_what_few_runs_need_is_not_imported_with_the_package(module: str) -> Non
     ("kind", "flags"),
     [
         ("moe", "--num-experts 4 --moe-ffn-hidden-size 16"),
-        ("ernie", "--ernie-model ernie3 --task-type-vocab-size 5 --ernie-tasks knowledge_mlm:1,document_lm:1"),
+        (
+            "ernie",
+            "--ernie-model ernie3 --task-type-vocab-size 5 --ernie-tasks knowledge_mlm:1,document_lm:1 "
+            "--task-hidden-size 16 --task-num-attention-heads 2",
+        ),
     ],
 )
 def test_a_run_does_without_what_it_does_not_use(kind: str, flags: str) -> None:
-    small = "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 32 --train-iters 1 --data-path mock"
+    small = "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 32 --vocab-size 64"
+    small += " --train-iters 1 --eval-interval 0 --data-path mock"
     code = f"""
 import sys
 sys.modules |= dict.fromkeys({SELDOM})
