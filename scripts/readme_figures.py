@@ -134,7 +134,7 @@ def predicted(records: Sequence[Record]) -> str:
         for record in records
         if record["use"] == "unfitted" and "error" in record and "unscored" not in record
     ]
-    return f"{percent(median(errors))} of {len(errors)} runs"
+    return percent(median(errors))
 
 
 def sliced(records: Sequence[Record]) -> str:
@@ -196,7 +196,7 @@ FIGURES = (
         "node_dispatch/results/*cpu.json",
         lambda records: times(records[-1]["shapes"][0]["shares"][0]["gain"]),
     ),
-    Figure("speed: AMPipe across layers, slow link, CPU", "no slices", "step_hiding/results/*cpu.jsonl", sliced, True),
+    Figure("speed: AMPipe across layers, slow link, CPU", "AMPipe off", "step_hiding/results/*cpu.jsonl", sliced, True),
     Figure("time: bubble of ZBV", "1F1B", "pipeline/results/*cpu.json", bubble("zero_bubble, 2 chunks")),
     Figure("memory: every layer recomputed", "nothing recomputed", RECOMPUTE, recompute_memory),
     Figure("time: every layer recomputed", "nothing recomputed", RECOMPUTE, recompute_time),
@@ -209,7 +209,7 @@ FIGURES = (
         True,
     ),
     Figure(
-        "error of planned tokens per second, median over GPU runs that nothing was fitted to",
+        "median error of planned tokens per second, GPU runs that nothing was fitted to",
         "published speeds",
         "prediction/results/tokens.jsonl",
         predicted,
@@ -260,7 +260,7 @@ def committed(path: Path, known: Mapping[str, Mapping[str, str]], root: Path) ->
 
 def table(root: Path, known: Mapping[str, Mapping[str, str]], page: Path) -> tuple[str, dict[str, dict[str, str]]]:
     """Return the table of a page, and the commits of the results that state none. Raises FiguresError."""
-    lines, used = ["| ratio | of | to | measured |", "|---|---|---|---|"], {}
+    lines, used = ["| value | what | against | measured |", "|---|---|---|---|"], {}
     for figure in FIGURES if page == PAGE else (figure for figure in FIGURES if figure.short):
         value, path, record = newest(figure, root)
         date, commit = record.get("date"), record.get("commit")

@@ -303,7 +303,7 @@ def _heading(translation: Translation, source: Script | None) -> list[str]:
 def _differences(translation: Translation) -> list[str]:
     lines = []
     changed = changing(translation.items)
-    heads = {ANOTHER: "ANOTHER MODEL", OTHER: "OTHER NUMBERS", UNKNOWN: "UNKNOWN", LEFT: "LEFT TO YOU"}
+    heads = {ANOTHER: "ANOTHER MODEL", OTHER: "DIFFERENT RESULTS", UNKNOWN: "UNKNOWN", LEFT: "LEFT TO YOU"}
     for verdict, head in heads.items():
         names = list(dict.fromkeys(_named(item) for item in changed if item.verdict == verdict))
         if names:

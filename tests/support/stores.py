@@ -180,7 +180,7 @@ def in_objects() -> Location:
 
 @pytest.fixture(params=["disk", "memory", "objects", pytest.param("s3", marks=pytest.mark.table)])
 def store_root(request: pytest.FixtureRequest, tmp_path: Path) -> Location:
-    """Return an empty folder of each store; of a real server, which tests/files asks in the suite, with ``-m table``."""
+    """Return an empty folder of each store; of a real server, which tests/files has in the suite, by ``-m table``."""
     if request.param == "s3":
         return request.getfixturevalue("bucket")
     return {"disk": lambda: at(tmp_path), "memory": in_memory, "objects": in_objects}[request.param]()

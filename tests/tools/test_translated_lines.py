@@ -125,7 +125,7 @@ def test_a_number_that_cannot_be_read_is_named(translated: Any, words: str, flag
     status, output = translated(f"torchrun pretrain_gpt.py {MODEL} {words}\n", "train.sh", "--json")
     (item,) = [item for item in json.loads(output) if item["flag"] == flag]
     assert status == OTHER_TRAINING
-    assert item["verdict"] == "other numbers"
+    assert item["verdict"] == "different results"
     assert f"{unread} is not a number" in item["reason"]
 
 
@@ -229,7 +229,7 @@ python -m my.runner --ranks 8 | | UNKNOWN: my.runner --ranks
 python tools/run.py --ranks 8 | | UNKNOWN: tools/run.py --ranks
 nohup my_runner | | UNKNOWN: my_runner
 msrun --worker_num 8 --new_option 3 | | UNKNOWN: --new_option
-accelerate launch --num_processes 8 --mixed_precision bf16 | | OTHER NUMBERS: --mixed_precision
+accelerate launch --num_processes 8 --mixed_precision bf16 | | DIFFERENT RESULTS: --mixed_precision
 accelerate launch --config_file c.yaml | | LEFT TO YOU: --config_file
 $LAUNCHER | | LEFT TO YOU: $LAUNCHER
 torchrun --standalone $DISTRIBUTED_ARGS | | LEFT TO YOU: $DISTRIBUTED_ARGS
@@ -239,12 +239,12 @@ torchrun --nproc_per_node 8 | --log-throughput more | UNKNOWN: more
 torchrun --nproc_per_node 8 | --dataset MMAP $MORE | LEFT TO YOU: $MORE
 torchrun --nproc_per_node 8 | --wandb-project $NAME $MORE | LEFT TO YOU: $MORE
 torchrun --nproc_per_node 8 | --warp-speed $MORE | LEFT TO YOU: $MORE
- | --optimizer soap | OTHER NUMBERS: --optimizer
+ | --optimizer soap | DIFFERENT RESULTS: --optimizer
  | --num-experts 4 8 | ANOTHER MODEL: --num-experts
  | --warp-speed 9 | UNKNOWN: --warp-speed
  | --num-attention-heads 3 | REFUSED here for 1 rank (the minimum for its layout): see the last section
  | --kv-channels '<size>' | LEFT TO YOU: --head-dim
- | --eod-mask-loss | OTHER NUMBERS: --calculate-per-token-loss (not set)
+ | --eod-mask-loss | DIFFERENT RESULTS: --calculate-per-token-loss (not set)
 """.strip("\n")
 
 

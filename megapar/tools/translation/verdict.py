@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 SAME, RENAMED, IMPLIED, UNNECESSARY = "same", "renamed", "implied", "unnecessary"
 UNSUPPORTED = "unsupported"  # speed, memory, logging: not available, and the numbers are the same without it
-OTHER = "other numbers"  # the same model, trained differently
+OTHER = "different results"  # the same model, trained differently
 ANOTHER = "another model"  # a part of the model is not available
 LEFT = "left to you"  # the script does not contain its value
 UNKNOWN = "unknown"  # in no table: its effect is not known

@@ -75,9 +75,9 @@ def test_a_compared_argument_is_a_number() -> None:
 
 
 def test_a_case_fills_in_values() -> None:
-    decide = cases("on: same --a {value} --b {word} --c {lr} | of {value}\nelse: other numbers --{name} {absent}")
+    decide = cases("on: same --a {value} --b {word} --c {lr} | of {value}\nelse: different results --{name} {absent}")
     assert decide("1 2", {"lr": "3"}) == ("same", "--a 1 2 --b 1 --c 3", "of 1 2")
-    assert decide("false", {}) == ("other numbers", "--{name}", "")
+    assert decide("false", {}) == ("different results", "--{name}", "")
 
 
 def test_an_unknown_condition_is_refused() -> None:
@@ -97,7 +97,7 @@ h | @off: --lr 1 else implied: it is one | slow
 [implied | one reason \
     for both]
 e= f
-[other numbers unless]
+[different results unless]
 g= | 0 | h | it is missing
 """)
     assert rows == {
@@ -108,13 +108,13 @@ g= | 0 | h | it is missing
         "h": Foreign("renamed", "@off: --lr 1 | slow\nelse: implied | it is one"),
         "e": Foreign("implied", "", "one reason for both", True),
         "f": Foreign("implied", "", "one reason for both"),
-        "g": Foreign("other numbers", rows["g"].ours, "it is missing", True),
+        "g": Foreign("different results", rows["g"].ours, "it is missing", True),
     }
     decide = cases(rows["g"].ours[1:])
     assert decide("1", {})[::2] == ("unnecessary", "no effect without --h")
     assert decide("0.0", {"h": ""})[::2] == ("unnecessary", "no effect with this value")
     assert decide("none", {"h": ""})[::2] == ("unnecessary", "no effect with this value")
-    assert decide("1", {"h": ""})[::2] == ("other numbers", "it is missing")
+    assert decide("1", {"h": ""})[::2] == ("different results", "it is missing")
     with pytest.raises(ValueError, match="a= has two rows"):
         table("[implied]\na | | a reason\na= | | another reason")
     assert defaults("a  b | = 0.5 | why")["a b"].ours == "= 0.5"

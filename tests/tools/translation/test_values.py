@@ -24,8 +24,8 @@ ROWS = """
 --position-embedding-type learned_absolute | renamed | --position-embedding-type learned
 --qk-layernorm --normalization RMSNorm | renamed | --qk-norm
 --qk-layernorm | another model
---sft | other numbers | --task sft --sft-overlong truncate
---sft --sft-tokenizer-prompt-format default | other numbers | --task sft --sft-overlong truncate
+--sft | different results | --task sft --sft-overlong truncate
+--sft --sft-tokenizer-prompt-format default | different results | --task sft --sft-overlong truncate
 --sft-tokenizer-prompt-format default | unnecessary
 --sft-tokenizer-prompt-format default --sft | implied
 --sft-tokenizer-prompt-format identity --sft | left to you
@@ -60,7 +60,7 @@ ROWS = """
 --lr-warmup-samples 0 --lr-warmup-iters 5 --global-batch-size 8 | unnecessary
 --lr-warmup-fraction 0 --lr-warmup-iters 5 --train-iters 100 | unnecessary
 --lr-warmup-iters 0 | same | --lr-warmup-iters 0
---moe-router-num-groups 8 --moe-router-group-topk 4 --moe-router-topk 8 | other numbers | --moe-router-num-groups 8
+--moe-router-num-groups 8 --moe-router-group-topk 4 --moe-router-topk 8 | different results | --moe-router-num-groups 8
 --moe-router-num-groups 8 --moe-router-group-topk 4 --moe-router-topk 4 | same | --moe-router-num-groups 8
 --moe-router-num-groups 8 --moe-router-score-function sigmoid --moe-router-topk 8 | same | --moe-router-num-groups 8
 --moe-router-score-function sqrtsoftplus | another model
@@ -70,33 +70,33 @@ ROWS = """
 --moe-layer-freq 2 | same | --moe-layer-freq 2
 --moe-layer-freq [1,0]*4 | same | --moe-layer-freq '[1,0]*4'
 --moe-layer-freq [1,2] | another model
---moe-router-load-balancing-type global_aux_loss | other numbers
+--moe-router-load-balancing-type global_aux_loss | different results
 --moe-shared-expert-intermediate-size 2048 --moe-ffn-hidden-size 1024 | renamed | --moe-shared-experts 2
 --moe-shared-expert-intermediate-size 1500 --moe-ffn-hidden-size 1024 | same \
     | --moe-shared-expert-intermediate-size 1500
---lr-warmup-init 1e-6 | other numbers
+--lr-warmup-init 1e-6 | different results
 --lr-warmup-init 0.0 | unnecessary
 --exp-avg-dtype bf16 | same | --exp-avg-dtype bf16
 --exp-avg-dtype fp32 | implied
---exp-avg-sq-dtype fp8 | other numbers
+--exp-avg-sq-dtype fp8 | different results
 --exp-avg-sq-dtype bf16 --optimizer sgd | unnecessary
 --main-grads-dtype bf16 --bf16 | same | --main-grads-dtype bf16
---main-grads-dtype bf16 | other numbers
---main-grads-dtype bf16 --bf16 --optimizer sgd | other numbers
---main-params-dtype fp16 | other numbers
---use-mup | other numbers
+--main-grads-dtype bf16 | different results
+--main-grads-dtype bf16 --bf16 --optimizer sgd | different results
+--main-params-dtype fp16 | different results
+--use-mup | different results
 --use-mup --mup-base-hidden-size 256 | implied
---mup-base-hidden-size 256 --use-mup | other numbers | --mup-base-hidden-size 256
+--mup-base-hidden-size 256 --use-mup | different results | --mup-base-hidden-size 256
 --mup-base-hidden-size 256 | unnecessary
 --mup-embedding-mult 12 --use-mup | renamed | --embedding-multiplier 12
---mup-output-mult 0.5 --use-mup | other numbers
---mup-base-head-dim 64 --use-mup | other numbers
---fp8-format hybrid | other numbers
---fp8-format hybrid --fp8-recipe blockwise | other numbers
---fp8-format e4m3 | other numbers
+--mup-output-mult 0.5 --use-mup | different results
+--mup-base-head-dim 64 --use-mup | different results
+--fp8-format hybrid | different results
+--fp8-format hybrid --fp8-recipe blockwise | different results
+--fp8-format e4m3 | different results
 --fp8-format e4m3 --fp8-recipe blockwise | renamed | --fp8
 --fp8-format e4m3 --fp8-recipe tensorwise | renamed | --fp8 --fp8-recipe tensorwise
---fp8-format hybrid --fp8-recipe tensorwise | other numbers
+--fp8-format hybrid --fp8-recipe tensorwise | different results
 --window-size 127,0 | renamed | --window-size 128
 --window-size (127,0) | renamed | --window-size 128
 --window-size 127,127 | another model
@@ -145,10 +145,10 @@ ROWS = """
 --optimizer adam | implied
 --optimizer muon | same | --optimizer muon
 --optimizer dist_muon | renamed | --optimizer muon
---optimizer adaptive_muon | other numbers | --optimizer muon
---optimizer muon --swiglu | other numbers | --optimizer muon
---optimizer muon --num-experts 8 | other numbers | --optimizer muon
---optimizer soap | other numbers
+--optimizer adaptive_muon | different results | --optimizer muon
+--optimizer muon --swiglu | different results | --optimizer muon
+--optimizer muon --num-experts 8 | different results | --optimizer muon
+--optimizer soap | different results
 --muon-momentum 0.95 --optimizer muon | same | --muon-momentum 0.95
 --muon-momentum 0.95 --optimizer adam | unnecessary
 --muon-extra-scale-factor 0.2 --optimizer dist_muon | same | --muon-extra-scale-factor 0.2
@@ -158,14 +158,14 @@ ROWS = """
 --muon-no-split-qkv --optimizer muon | renamed | --muon-qkv-split fused
 --muon-split-qkv --optimizer muon | implied
 --muon-coefficient-type simple --optimizer muon | same | --muon-coefficient-type simple
---muon-coefficient-type aol --optimizer muon | other numbers
---muon-tp-mode blockwise --optimizer muon --tensor-model-parallel-size 2 | other numbers
+--muon-coefficient-type aol --optimizer muon | different results
+--muon-tp-mode blockwise --optimizer muon --tensor-model-parallel-size 2 | different results
 --muon-tp-mode blockwise --optimizer muon | implied
 --muon-tp-mode distributed --optimizer muon --tensor-model-parallel-size 2 | implied
 --muon-fp32-matmul-prec high --optimizer muon | renamed | --muon-ns-dtype fp32
 --muon-fp32-matmul-prec medium --optimizer muon | implied
 --muon-scalar-optimizer adam --optimizer muon | implied
---muon-scalar-optimizer lion --optimizer muon | other numbers
+--muon-scalar-optimizer lion --optimizer muon | different results
 --muon-use-syrk --optimizer muon | unnecessary
 --optimizer sgd | same | --optimizer sgd
 --sgd-momentum 0.5 --optimizer sgd | same | --sgd-momentum 0.5
@@ -174,16 +174,16 @@ ROWS = """
 --adam-eps 1e-6 --optimizer adam | same | --adam-eps 1e-6
 --moe-router-pre-softmax --moe-router-topk 2 | same | --moe-router-pre-softmax
 --moe-router-pre-softmax --moe-router-topk 1 | implied
---moe-router-dtype fp64 | other numbers
+--moe-router-dtype fp64 | different results
 --moe-router-dtype fp32 | implied
---lr-decay-style tanh | other numbers
+--lr-decay-style tanh | different results
 --lr-wsd-decay-style cosine --lr-decay-style WSD | same | --lr-wsd-decay-style cosine
 --lr-wsd-decay-style cosine | unnecessary
 --lr-decay-style WSD | renamed | --lr-decay-style wsd
 --lr-decay-style linear | same | --lr-decay-style linear
 --initial-loss-scale 4096 --bf16 | unnecessary
 --initial-loss-scale 4096 --fp16 | same | --initial-loss-scale 4096
---loss-scale 1024 --fp16 | other numbers | --initial-loss-scale 1024 --min-loss-scale 1024
+--loss-scale 1024 --fp16 | different results | --initial-loss-scale 1024 --min-loss-scale 1024
 --eval-interval 9 --split 100,0,0 --eval-iters 2 | renamed | --eval-interval 0
 --eval-interval 9 --split 99,1,0 --eval-iters 2 | same | --eval-interval 9
 --valid-data-path c --eval-interval 9 --test-data-path d | renamed | --eval-data-path c
@@ -194,9 +194,9 @@ ROWS = """
 --first-k-dense-replace 3 | renamed | --first-k-dense 3
 --moe-layer-freq [0,1,0,1] | same | --moe-layer-freq '[0,1,0,1]'
 --moe-loss-coeff 0.01 | same | --moe-aux-loss-coeff 0.01
---moe-token-drop-policy probs --moe-expert-capacity-factor 1 | other numbers | --moe-drop-policy probs
+--moe-token-drop-policy probs --moe-expert-capacity-factor 1 | different results | --moe-drop-policy probs
 --moe-token-drop-policy probs | unnecessary
---moe-expert-capacity-factor 1.5 | other numbers \
+--moe-expert-capacity-factor 1.5 | different results \
     | --moe-model-type deepspeed_moe --moe-capacity-factor 1.5 --moe-min-capacity 1
 --end-weight-decay .1 --weight-decay-incr-style cosine --start-weight-decay 0 | same | --end-weight-decay .1
 --start-weight-decay 0 --weight-decay-incr-style cosine --end-weight-decay .1 | same | --start-weight-decay 0
@@ -208,12 +208,12 @@ ROWS = """
 --decoupled-lr 5e-4 | same | --decoupled-lr 5e-4
 --decoupled-lr 5e-4 --decoupled-min-lr 4e-5 | same | --decoupled-lr 5e-4
 --train-samples 1000 --global-batch-size 8 | renamed | --train-iters 125
---train-samples 1000 | other numbers
+--train-samples 1000 | different results
 --train-samples 208 --rampup-batch-size 8 8 64 --global-batch-size 24 | renamed | --train-iters 12
 --train-samples 1007 --global-batch-size 8 | renamed | --train-iters 125
---train-samples 100 --global-batch-size inf | other numbers
---lr-warmup-fraction nan --train-iters 10 | other numbers
---vocab-size inf | other numbers
+--train-samples 100 --global-batch-size inf | different results
+--lr-warmup-fraction nan --train-iters 10 | different results
+--vocab-size inf | different results
 --num-layers-per-virtual-pipeline-stage 2 --num-layers 8 --pipeline-model-parallel-size 0 | renamed \
     | --vpp-degree 4 --pp-schedule interleaved
 --vocab-size 50257 --model-parallel-size 8 | renamed | --vocab-size 51200
@@ -223,7 +223,7 @@ ROWS = """
 --moe-router-group-topk 2 --moe-router-num-groups 4 | same | --moe-router-group-topk 2
 --lr-warmup-samples 80 --global-batch-size 8 | renamed | --lr-warmup-iters 10
 --lr-decay-samples 80 --train-samples 80 --global-batch-size 8 | renamed | --lr-decay-iters 10
---rampup-batch-size 8 8 80 --lr-warmup-iters 5 | other numbers | --rampup-batch-size 8 8 80
+--rampup-batch-size 8 8 80 --lr-warmup-iters 5 | different results | --rampup-batch-size 8 8 80
 --no-load-optim | unnecessary
 --no-load-optim --load x | same | --no-load-optim
 --moe-layer-freq -1 | implied
@@ -306,7 +306,7 @@ ROWS = """
 --expert-model-parallel-size 4 --moe-tp-extend-ep --tensor-model-parallel-size 8 | renamed | --ep-degree 32
 --moe-router-load-balancing-type softmax_topk | renamed | --moe-aux-loss-coeff 0 --no-norm-topk-prob
 --moe-router-load-balancing-type softmax_topk --norm-topk-prob | renamed | --moe-aux-loss-coeff 0
---moe-router-load-balancing-type sparsemixer_topk | other numbers
+--moe-router-load-balancing-type sparsemixer_topk | different results
 --enable-expert-placement | unnecessary
 --enable-expert-placement --expert-model-parallel-size 4 --expert-placement-freq 20 | renamed \
     | --moe-rebalance-interval 20
@@ -315,7 +315,7 @@ ROWS = """
 --add-dense-bias --disable-bias-linear | another model
 --add-qkv-bias | implied
 --optimizer-selection fused_ema_adamw | unsupported
---noisy-gate-policy Jitter | other numbers
+--noisy-gate-policy Jitter | different results
 --noisy-gate-policy None | unnecessary
 --pre-tockens 65536 --seq-length 4096 | unnecessary
 --pre-tockens 1024 --seq-length 4096 | another model
@@ -326,11 +326,11 @@ ROWS = """
 --rope-scaling-factor 40 | unnecessary
 --rope-scaling-factor 40 --rope-scaling-type yarn | same | --rope-scaling-factor 40
 --lora-r 16 | unnecessary
---lora-r 16 --lora-target-modules linear_qkv | other numbers
---stage sft | other numbers
+--lora-r 16 --lora-target-modules linear_qkv | different results
+--stage sft | different results
 --cla-share-factor 1 | unnecessary
 --cla-share-factor 2 | another model
---quant-states fp8 | other numbers
+--quant-states fp8 | different results
 --swiglu-limit 7.0 | another model
 --shared-expert-gate | renamed | --moe-shared-expert-gate
 --embedding-multiplier-scale 78.25 | renamed | --embedding-multiplier 78.25
@@ -373,23 +373,23 @@ ROWS = """
 --max_steps -1 | left to you
 --num_train_epochs 1 --max_steps 10 | unnecessary
 --lr_scheduler_type linear | renamed | --lr-decay-style linear
---lr_scheduler_type polynomial | other numbers
+--lr_scheduler_type polynomial | different results
 --lr_scheduler wsd:900 --max_steps 1000 | renamed | --lr-decay-style wsd --lr-wsd-decay-iters 100
 --lr_scheduler wsd --max_steps 1000 | renamed | --lr-decay-style wsd --lr-wsd-decay-iters 100
 --lr_scheduler wsd:900 | left to you
 --lr_scheduler wsd:231084 --max_steps 100 | renamed | --lr-decay-style constant
 --decay_function 1-sqrt --lr_scheduler wsd:9 --max_steps 10 | renamed | --lr-wsd-decay-style minus_sqrt
---decay_function half_life --lr_scheduler wsd:9 --max_steps 10 | other numbers
+--decay_function half_life --lr_scheduler wsd:9 --max_steps 10 | different results
 --decay_function half_life --lr_scheduler wsd:90 --max_steps 10 | unnecessary
 --warmup_ratio 0.1 --max_steps 1000 | renamed | --lr-warmup-iters 100
 --warmup_ratio 0.1 --max_steps 1000 --warmup_steps 5 | unnecessary
 --fp16_opt_level O2 --bf16 1 | implied
---fp16_opt_level O1 --bf16 1 | other numbers
+--fp16_opt_level O1 --bf16 1 | different results
 --fp16_opt_level O1 | unnecessary
---amp_master_grad 0 --bf16 true | other numbers
+--amp_master_grad 0 --bf16 true | different results
 --scale_loss 4096 --bf16 true | unnecessary
 --scale_loss 4096 --fp16 true | renamed | --initial-loss-scale 4096
---amp_configs.decr_ratio 0.8 | other numbers
+--amp_configs.decr_ratio 0.8 | different results
 --amp_configs.decr_ratio 0.5 | implied
 --recompute 1 | renamed | --recompute-interval 1
 --recompute true --recompute_granularity core_attn | renamed \
@@ -399,40 +399,40 @@ ROWS = """
 --num_hidden_layers 56 --remove_tail_layer 2 | renamed | --num-layers 54
 --initializer_range 0.02 --hidden_size 8192 --moe_num_experts 64 | renamed | --init-std 0.00637856
 --initializer_range 0.02 | renamed | --init-std 0.02
---moe_capacity 8 8 8 --moe_k 8 | other numbers
+--moe_capacity 8 8 8 --moe_k 8 | different results
 --moe_aux_loss_lambda 1e-5 --moe_k 8 | renamed | --moe-aux-loss-coeff 8e-05
 --moe_aux_loss_lambda 1e-2 | renamed | --moe-aux-loss-coeff 0.02
 --moe_aux_loss_lambda 1e-2 --moe_k 8 --moe_group_experts true | renamed | --moe-aux-loss-coeff 1e-2
 --router_aux_loss_coef 1e-3 --moe_k 8 | renamed | --moe-aux-loss-coeff 1e-3
 --moe_layer_interval 2 | another model
 --moe_layer_interval 1 | unnecessary
---moe_norm_gate_logits false | other numbers
+--moe_norm_gate_logits false | different results
 --moe_use_aux_free_update_coef 0.001 --moe_use_aux_free false | unnecessary
 --moe_use_aux_free true | renamed | --moe-router-bias-update-rate 0.001
---moe_gate_lr_ratio 0.01 | other numbers | --moe-router-lr-ratio 0.01
+--moe_gate_lr_ratio 0.01 | different results | --moe-router-lr-ratio 0.01
 --moe_gate_lr_ratio 0.01 --moe_layer_start_index 3 | unnecessary
 --multi_token_pred_depth 2 | another model
---use_fp8_mlp true | other numbers
+--use_fp8_mlp true | different results
 --use_fp8_mlp false | unnecessary
 --optim adamw | implied
---optim muon | other numbers
+--optim muon | different results
 --muon_momentum 0.95 | unnecessary
 --lora_rank 8 | unnecessary
---lora true | other numbers
---stage SFT | other numbers
+--lora true | different results
+--stage SFT | different results
 --stage PT | unnecessary
 --input_dir '0.4 a 0.6 b' | renamed | --data-path 0.4 a 0.6 b
 --eval_steps 100 | renamed | --eval-interval 0
 --eval_steps 100 --do_eval true | renamed | --eval-interval 100
 --sharding_parallel_config 'split_param enable_stage1_overlap' | implied
---sharding_parallel_config enable_wonders | other numbers
+--sharding_parallel_config enable_wonders | different results
 --pipeline_parallel_config 'enable_delay_scale_loss best_unbalanced_scheduler' | implied
 --tensor_parallel_config 'sync_param sync_grad' | implied
 --sharding_comm_buffer_size_MB 2048 | unsupported
 --model_name_or_path meta-llama/Meta-Llama-3-8B | left to you
 --resume_from_checkpoint out/checkpoint-100 | left to you
 --gradient_merge_configs.k_steps 4 | renamed | --gradient-merge-acc-step 4
---localsgd true | other numbers
+--localsgd true | different results
 """
 
 
