@@ -43,7 +43,7 @@ cosine-with-restarts cosine_with_restarts cosine-annealing | cosine
 )
 
 
-FEATURES = Path(__file__).parents[1] / "tools" / "translation" / "tables" / "features.txt"
+FEATURES = Path(__file__).with_name("features.txt")
 """Features of Megatron-LM that megapar does not have: sections ``[verdict | reason]``, each with its arguments."""
 
 

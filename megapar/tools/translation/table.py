@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from megapar.config.hints import FEATURES
 from megapar.tools.translation import of_paddle
 from megapar.tools.translation.verdict import Foreign, defaults, table
 
@@ -29,18 +30,19 @@ class TableFile(NamedTuple):
     defaults: Mapping[str, Foreign]
 
 
-def read_table(name: str) -> TableFile:
+def read_table(path: Path) -> TableFile:
     """Read a file: comments up to an empty line, a table of arguments, and perhaps the framework's ``[defaults]``.
 
     The forms are those of ``verdict.table`` and ``verdict.defaults``; a line ends in a backslash if it is continued.
     """
-    text = (Path(__file__).parent / "tables" / f"{name}.txt").read_text(encoding="utf-8")
+    text = path.read_text(encoding="utf-8")
     rows, _, implicit = text.partition("\n\n")[2].replace("\\\n", "").partition("\n[defaults]\n")
     return TableFile(table(rows), defaults(implicit) if implicit else {})
 
 
-MEGATRON, MINDSPEED, DEEPSPEED, PADDLE = map(read_table, NAMES)
-_OF_MEGATRON = {**read_table("features").rows, **MEGATRON.rows}
+_TABLES = Path(__file__).parent / "tables"
+MEGATRON, MINDSPEED, DEEPSPEED, PADDLE = (read_table(_TABLES / f"{name}.txt") for name in NAMES)
+_OF_MEGATRON = {**read_table(FEATURES).rows, **MEGATRON.rows}
 # Extensions of Megatron-LM also accept its arguments. If several tables have a row, the framework's own row wins.
 FOREIGN: Mapping[str, Mapping[str, Foreign]] = {
     "megatron": {**DEEPSPEED.rows, **MINDSPEED.rows, **_OF_MEGATRON},

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import pytest
 
 from megapar.arguments import FLAGS
+from megapar.config.hints import FEATURES
 from megapar.config.read import normal, spellings
 from megapar.tools.translation import open_values
 from megapar.tools.translation.table import DEEPSPEED, DEFAULTS, FOREIGN, MINDSPEED, read_table
@@ -170,7 +171,7 @@ def test_no_row_says_what_an_alias_says() -> None:
 
 def test_no_feature_is_an_argument_of_deepspeed() -> None:
     """A later row would win in silence; within one table a second row is refused."""
-    assert not set(read_table("features").rows) & set(DEEPSPEED.rows)
+    assert not set(read_table(FEATURES).rows) & set(DEEPSPEED.rows)
 
 
 @pytest.mark.parametrize(
