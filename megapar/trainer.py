@@ -54,7 +54,7 @@ from megapar.training.building.corpus import make_corpus, make_loader, make_own_
 from megapar.training.building.epochs import with_epochs
 from megapar.training.building.parallelize import check_device, parallelize
 from megapar.training.building.parts import Parts
-from megapar.training.loop.callbacks import TrainerCallback, connect, make_callbacks, make_watchdog
+from megapar.training.loop.callbacks import TrainerCallback, check_instances, connect, make_callbacks, make_watchdog
 from megapar.training.loop.stepper import Stepper
 from megapar.training.reports import messages, opening
 from megapar.training.reports.logger import Logger
@@ -160,6 +160,8 @@ def train(
     """
     if not isinstance(config, Config):
         raise TypeError(f"train takes what parse returns, not {type(config).__name__}: train(parse('moe', ...))")
+    check_instances(callbacks, TrainerCallback)
+    check_instances(loggers, Logger)
     config = config if data is None else with_own_data(config, data)
     watch = make_watchdog(config)
     device = _prepare_device(config)

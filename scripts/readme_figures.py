@@ -203,7 +203,7 @@ FIGURES = (
     Figure("time: a step with all guards", "no guards", "guards/results/*cpu.jsonl", guarded),
     Figure(
         "speed: from a kill to the next step, ranks forked from a warm process",
-        "ranks started anew",
+        "ranks started from nothing",
         "reliability/results/*restart-cpu.json",
         restarted,
         True,

@@ -139,6 +139,16 @@ def test_not_built_refuses_a_run_and_is_a_note_under_rules_only() -> None:
     assert any("not-built-stage-3-overlap-off" in note for note in config.notes)
 
 
+@pytest.mark.parametrize("rule", [param for param in MATRIX if param.values[0].kind == NOT_BUILT])
+def test_each_not_built_row_is_a_note_under_rules_only(rule: Rule) -> None:
+    line = ["--rules-only", *shlex.split(rule.failing)]
+    if check(values_of(rule, shlex.join(line))).refused:  # by other rows
+        with pytest.raises(ConfigError):
+            parse(rule.models[0], line, {})
+    else:
+        assert any(f"[{rule.id}]" in note for note in parse(rule.models[0], line, {}).notes)
+
+
 def test_not_built_row_is_silent_about_the_default() -> None:
     assert parse("moe", ["--mp-degree", "1", "--recompute-interval", "0"], {}).notes == ()
 

@@ -427,6 +427,19 @@ def test_what_is_no_configuration_is_named() -> None:
         train("my.yaml")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("callback", "message"),
+    [
+        (object(), "not a object"),
+        (TrainerCallback, "not the class TrainerCallback"),
+        (type("Mine", (TrainerCallback,), {"on_step_end": print})(), "Mine.on_step_end is never called; .* after_step"),
+    ],
+)
+def test_what_is_no_callback_is_named_before_a_model_is_made(callback: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        train(parse("moe", {"config": "tiny"}), callbacks=[callback])
+
+
 def test_the_bar_of_a_terminal_moves_with_every_step(tmp_path: Path) -> None:
     """Between lines of the log, too, and with the time of evaluations and saves."""
     seen: list[Any] = []

@@ -69,7 +69,7 @@ MISTAKES = [
     ("pretrain_ernie.py --tokenizer-model words", "words has no mask token, which pretrain_ernie.py needs"),
     (f"{ERNIE3} --triples-file triples.tsv", "triples.tsv, line 2: 3 cells instead of HEAD, RELATION, TAIL, SENTENCE"),
     (f"{ERNIE3} --phrase-file blank.jsonl", "--phrase-file blank.jsonl contains no entries"),
-    ("--load run --num-layers 2", "[checkpoint-model]", "num_layers is 4 there and 2 here"),
+    ("--load run --num-layers 2", "[checkpoint-model]", "--num-layers is 4 there and 2 here"),
     ("--load run --train-iters 12", "[checkpoint-schedule]", "--lr-decay-iters is 6 there and 12 here", "Pass --lr-d"),
     ("--load run --train-iters 6 --lr 1", "[checkpoint-schedule]", "--lr is", "--override-opt-param-scheduler"),
     ("--load foreign", "[checkpoint-foreign]", "Megatron-LM", "--load-hf"),

@@ -71,7 +71,7 @@ def near_flag(name: str, known: Iterable[str]) -> str:
     if reason := absent_features().get(name):
         return f"In Megatron-LM this is a feature that megapar does not have: {reason}."
     known = list(known)
-    longer = sorted((other for other in known if other.startswith(f"{name}-")), key=len)[:3]
+    longer = sorted((other for other in known if f"-{name}-" in f"-{other}-"), key=len)[:3]
     close = longer or get_close_matches(name, known, 3, 0.85)
     near = close or get_close_matches(name, known, 3, 0.65)
     if not near:

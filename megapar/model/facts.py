@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megapar.model.spec import STORED
+from megapar.moe.sizes import MoeSizes
+from megapar.schema.flag import spellings_of
 
 SHOWN = 5
 
@@ -23,9 +25,19 @@ def differences(stored: Mapping[str, Any], expected: Mapping[str, Any]) -> str:
         return f"there it is {saved}, here {current}"
     defaults = json.loads(json.dumps(STORED[kinds[0]].sizes.fact_defaults() if kinds[0] in STORED else {}))
     differing = _differing(stored, expected, defaults)
-    lines = [f"{name} is {_shown(saved)} there and {_shown(current)} here" for name, saved, current in differing]
+    names = _spellings(kinds[0])
+    lines = [
+        f"{names.get(name, name)} is {_shown(saved)} there and {_shown(current)} here"
+        for name, saved, current in differing
+    ]
     more = f"; and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
     return "; ".join(lines[:SHOWN]) + more
+
+
+def _spellings(kind: str) -> dict[str, str]:
+    """Return the flags of a model's facts by their names, those of experts with ``moe.`` before them."""
+    of_experts = {f"moe.{name}": spelling for name, spelling in spellings_of(MoeSizes).items()}
+    return {**(spellings_of(STORED[kind].sizes) if kind in STORED else {}), **of_experts}
 
 
 def _differing(

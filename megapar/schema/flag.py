@@ -207,6 +207,13 @@ def to_flags(instance: Any) -> dict[str, Any]:
     return values
 
 
+def spellings_of(cls: type[Any]) -> dict[str, str]:
+    """Return the spelling of the flag of each field that has one."""
+    flags = {name: metadata["flag"] for name, metadata in _declared(cast(Any, cls)) if "flag" in metadata}
+    named = {name: flag.get("primary") or flag.get("name", name) for name, flag in flags.items()}
+    return {name: f"--{text.replace('_', '-')}" for name, text in named.items()}
+
+
 @cache
 def _declared(cls: type[Any]) -> tuple[tuple[str, Mapping[str, Any]], ...]:
     """Return (name, metadata) of each field; a subclass that changes the default of a field keeps its declaration."""

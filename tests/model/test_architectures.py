@@ -16,6 +16,7 @@ from megapar.model.rope_scaling import RopeScaling
 from megapar.model.sizes import ModelSizes
 from megapar.model.spec import spec_of
 from megapar.moe.sizes import MoeSizes
+from megapar.schema.flag import to_flags
 from tests.model.small import DENSE, ERNIE, GEMMA, LATENT, MOE, MULTIPLIED, OLMO2
 
 GROUPED = MoeSizes(32, 16, num_experts=8, topk=3, groups=4, group_topk=2, group_score_topk=2, scaling=2.5)
@@ -97,6 +98,29 @@ def test_an_entry_agrees_with_itself(name: str) -> None:
     assert all(limit.within(own) for limit in architecture.limits)
     if architecture.trained_as:
         assert model_of_architecture(architecture.trained_as) is model_of_architecture(name)
+
+
+# Sizes that no weight of a published model depends on, and those that mean something beside another one only.
+NOT_PUBLISHED = (
+    *("seq_length", "init_std", "depth_scaled_init", "use_flash_attn", "moe_model_type", "moe_drop_policy"),
+    *("moe_capacity_factor", "moe_min_capacity", "moe_capacity_scope"),
+)
+BESIDE = {
+    **dict.fromkeys((*to_flags(MOE.moe), "moe_layer_freq", "moe_layer_ffn_hidden_sizes"), "num_experts"),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim"), "multi_latent_attention"),
+    **dict.fromkeys(("v_head_dim", "attention_latent_norm_epsilon"), "multi_latent_attention"),
+    **{"num_experts": "", "first_k_dense": "num_experts", "mtp_block": "mtp_depth", "head_dim": "qk_head_dim"},
+}
+
+
+@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if not name.startswith("ErnieFor")])
+def test_no_size_of_a_decoder_is_lost_in_an_export(name: str) -> None:
+    """A size is a key of config.json, or its other values are refused."""
+    architecture = ARCHITECTURES[name]
+    limited = {read for limit in (*architecture.limits, *architecture.specific) for read in limit.reads}
+    kept = {*limited, *architecture.flags, *architecture.fixed_sizes, *(one.flag for one in architecture.settings)}
+    sizes = {*to_flags(MOE), *to_flags(MOE.moe)} - {*NOT_PUBLISHED}
+    assert {size for size in sizes if size not in kept and BESIDE.get(size) not in kept} == set()
 
 
 def test_windows_are_written_as_their_classes_read_them() -> None:

@@ -255,22 +255,22 @@ def test_a_mistake_with_a_tool_is_told_kindly(row: tuple[str, ...], capsys: pyte
 # The trainer, its flags, what the checkpoint's record of the model says otherwise, and the refusal if there is one.
 STORED = [
     ("moe", "", {}, ""),
-    ("moe", "--num-layers 2", None, "num_layers is 4 there and 2 here"),
-    ("moe", "--num-experts 4", None, "moe.num_experts is 8 there and 4 here"),
+    ("moe", "--num-layers 2", None, "--num-layers is 4 there and 2 here"),
+    ("moe", "--num-experts 4", None, "--num-experts is 8 there and 4 here"),
     ("moe", "--num-experts 0", None, "moe is given there and none here"),
     ("moe", "--ckpt-step 5 --vocab-size 99", None, "iter_0000005 is a checkpoint of another model"),
-    ("moe", "--ckpt-step 5 --vocab-size 99", None, "vocab_size is 4096 there"),
+    ("moe", "--ckpt-step 5 --vocab-size 99", None, "--vocab-size is 4096 there"),
     ("moe", "", {"max_position_embeddings": 64}, ""),  # rotary positions have no table
     (
         "moe",
         "--position-embedding-type learned",
         {"max_position_embeddings": 64},
-        "max_position_embeddings is 64",
+        "--max-position-embeddings is 64",
     ),
-    ("moe", "--mtp-depth 1", {"mtp_depth": 0}, "mtp_depth is 0 there and 1 here"),
+    ("moe", "--mtp-depth 1", {"mtp_depth": 0}, "--mtp-depth is 0 there and 1 here"),
     ("moe", "--mtp-depth 1 --finetune", {"mtp_depth": 0}, ""),
     ("moe", "--finetune", {"mtp_depth": 1}, ""),
-    ("moe", "--finetune", {"num_layers": 5}, "num_layers is 5 there and 4 here"),
+    ("moe", "--finetune", {"num_layers": 5}, "--num-layers is 5 there and 4 here"),
     ("ernie", "--finetune", {"sop": False}, ""),
 ]
 

@@ -6,6 +6,7 @@ Shape letters: T tokens, H hidden, E experts, k choices per token.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -96,13 +97,14 @@ def route_cuda(x_TH: Tensor, weight_EH: Tensor, valid_T: Tensor | None, router: 
     """
     sizes = router.sizes
     scored = sizes.groups * sizes.scored_of_group if sizes.group_topk < sizes.groups else 0
-    if router.logit_bias is not None or not triton_operators.takes_router(x_TH, weight_EH, sizes.topk, scored):
+    takes = sizes.score in KERNEL_SCORES and triton_operators.takes_router(x_TH, weight_EH, sizes.topk, scored)
+    if router.logit_bias is not None or not takes:
         return route_reference(x_TH, weight_EH, valid_T, router)
     scores_TE, experts_Tk, weights_Tk, total_E, squares, counts_2E, *readers = _InOneKernel.apply(
         x_TH, weight_EH, valid_T, router
     )
     weights = None if sizes.has_capacity else weights_Tk
-    shares = shares_of(scores_TE) if sizes.score == "sigmoid" and sizes.sequence_aux else scores_TE
+    shares = shares_of(scores_TE) if sizes.score != "softmax" and sizes.sequence_aux else scores_TE
     passed = (readers[0], readers[1])
     return Routed(scores_TE, experts_Tk, weights, shares, None, total_E, squares, counts_2E, passed)
 
@@ -119,7 +121,7 @@ class _InOneKernel(torch.autograd.Function):
         parts = product(x_TH, ops.split_matrix(weight_EH)[1:].flatten(0, 1).t()).unflatten(1, (3, -1))
         given = router.choose(score(parts.sum(1), sizes)[0]) if router.is_observed else None
         numbers = [sizes.topk, sizes.groups, sizes.group_topk, sizes.scored_of_group, sizes.loss_choices]
-        numbers += [int(sizes.score == "sigmoid"), int(sizes.renormalizes and not sizes.has_capacity)]
+        numbers += [KERNEL_SCORES.index(sizes.score), int(sizes.renormalizes and not sizes.has_capacity)]
         form = (numbers, 1.0 if sizes.has_capacity else sizes.scaling)
         bias = router.correction_bias if sizes.biased else None
         logits, scores, lse, experts, weights, sums = ops.route(parts, bias, valid_T, given, *form)
@@ -179,14 +181,21 @@ def gradient_sum(first_TH: Tensor, second_TH: Tensor, wide_TH: Tensor) -> Tensor
     return (first_TH + second_TH).add_(wide_TH)
 
 
+_FORMULAS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "softmax": lambda logits_TE: logits_TE.softmax(1),
+    "sigmoid": Tensor.sigmoid,
+}
+"""Scores of logits [T, E], at least 0: weights and losses divide by their sum."""
+KERNEL_SCORES = ("softmax", "sigmoid")
+"""Scores that ``megapar::route`` computes, by their numbers there."""
+
+
 @counted(1)
 def score(logits_TE: Tensor, sizes: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Return (scores, each expert's share of a token, log-sum-exps of the logits): [T, E], [T, E] and [T]."""
-    if sizes.score == "softmax":
-        probs_TE = logits_TE.softmax(1)
-        return probs_TE, probs_TE, torch.logsumexp(logits_TE, dim=1)
-    probs_TE = logits_TE.sigmoid()
-    return probs_TE, shares_of(probs_TE), torch.logsumexp(logits_TE, dim=1)
+    probs_TE = _FORMULAS[sizes.score](logits_TE)
+    shares_TE = probs_TE if sizes.score == "softmax" else shares_of(probs_TE)
+    return probs_TE, shares_TE, torch.logsumexp(logits_TE, dim=1)
 
 
 def shares_of(scores_TE: Tensor) -> Tensor:

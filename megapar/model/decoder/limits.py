@@ -324,7 +324,11 @@ SIGMOID_SCORES = _fixed(
     sizes={"moe_router_score_function": "sigmoid"},
     message="the scores of this class's router are sigmoids",
 )
-SOFTMAX_SCORES = _opposite(SIGMOID_SCORES, "hf-softmax-scores", "the scores of this class's router are a softmax")
+SOFTMAX_SCORES = _fixed(
+    id="hf-softmax-scores",
+    sizes={"moe_router_score_function": "softmax"},
+    message="the scores of this class's router are a softmax",
+)
 WEIGHTS_AS_THEY_ARE = Limit(
     id="hf-moe-weights",
     reads=("moe_router_topk", "norm_topk_prob"),

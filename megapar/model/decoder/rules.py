@@ -74,6 +74,8 @@ def _wrong_windowed(f: Facts) -> str:
         return str(error)
     if numbers is not None and len(numbers) not in (f.num_layers, f.num_layers + f.mtp_depth):
         return f"it lists {len(numbers)} layers"
+    if numbers is None and f.window_attn_skip_freq != NO_FULL and all(windowed):
+        return f"there is no layer {f.window_attn_skip_freq}"
     return "" if any(windowed) else "no layer has the window"
 
 
@@ -277,8 +279,8 @@ RULES: tuple[Rule, ...] = (
         id="window-size",
         reads=("window_size",),
         requires=lambda f: not _wrong_window(f),
-        message="--window-size is a number of keys, at least 1 because a position attends to itself, or Megatron-LM's "
-        "L,0: L keys before a position and none after it",
+        message="--window-size is one number of keys for all layers, at least 1 because a position attends to itself, "
+        "or Megatron-LM's L,0: L keys before a position and none after it",
         fix=lambda f: f"{_wrong_window(f)[:1].upper()}{_wrong_window(f)[1:]}; write for example 4096, or none.",
         passing="--window-size 4095,0",
         failing="--window-size 4095,1",

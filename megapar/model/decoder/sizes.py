@@ -299,10 +299,8 @@ class DecoderSizes(ModelSizes):
             raise ValueError(f"moe.hidden_size ({self.moe.hidden_size}) is not hidden_size ({self.hidden_size})")
         if self.moe_widths and len(self.moe_widths) != len(self.moe_layers):
             raise ValueError(f"{len(self.moe_widths)} moe_widths for {len(self.moe_layers)} layers with experts")
-        if self.window_size < 0 or (self.window_size and self.multi_latent_attention):
-            raise ValueError(
-                f"window_size is {self.window_size}; it must be 0 with multi_latent_attention, else 0 or more"
-            )
+        if self.window_size < 0:
+            raise ValueError(f"window_size is {self.window_size}; it must be 0 or more")
         if self.multi_latent_attention and self.no_rope_freq != NO_FULL:
             raise ValueError("multi_latent_attention has a rotary key in every layer: no_rope_freq must be 0")
         if self.mtp_depth not in (0, 1):

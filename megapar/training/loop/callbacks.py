@@ -62,6 +62,17 @@ class TrainerCallback(Callback):
         """Run at the end of the run, also after a failure."""
 
 
+def check_instances(given: Sequence[Any], base: type[Any]) -> None:
+    """Raise TypeError unless these are instances of ``base``, without methods by which Hugging Face calls them."""
+    for one in given:
+        if not isinstance(one, base):
+            what = f"the class {one.__name__}" if isinstance(one, type) else f"a {type(one).__name__}"
+            raise TypeError(f"train takes instances of subclasses of {base.__name__}, not {what}")
+        if others := sorted(name for name in vars(type(one)) if name.startswith("on_")):
+            methods = ", ".join(name for name in vars(base) if name[0] != "_")
+            raise TypeError(f"{type(one).__name__}.{others[0]} is never called; a {base.__name__} has {methods}")
+
+
 class Collector:
     """Callback that disables automatic collection between ``open`` and ``close`` and collects every ``interval`` steps.
 

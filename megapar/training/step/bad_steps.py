@@ -97,9 +97,11 @@ class BadStepPolicy:
         step = f"iteration {iteration}: gradient norm {norm}; {why}; samples {samples}"
         if self.in_a_row > self._limit:
             note = self._note({"iteration": iteration, "samples": samples, "found": why})
+            advice = f"Lower --lr, or resume and skip the data with --skip-samples {samples}."
+            if not self.spikes.losses:
+                advice = "No step was good before: look at the model and its initial weights."
             raise TrainingError(
-                f"{step}. {self.in_a_row} steps in a row were bad, --bad-step-limit is {self._limit}. Lower --lr, or "
-                f"resume and skip the data with --skip-samples {samples}.{note}",
+                f"{step}. {self.in_a_row} steps in a row were bad, --bad-step-limit is {self._limit}. {advice}{note}",
                 samples,
             )
         self.messages.append(f"WARNING: {step}: step skipped ({self.in_a_row} of at most {self._limit} in a row)")

@@ -262,7 +262,7 @@ def test_a_block_that_the_checkpoint_lacks_starts_anew(root: Path, tmp_path: Pat
     assert any(
         line.endswith("has no multi-token prediction block; it starts from its initial weights") for line in told
     )
-    with pytest.raises(CheckpointMismatchError, match="mtp_depth is 0 there and 1 here"):
+    with pytest.raises(CheckpointMismatchError, match="--mtp-depth is 0 there and 1 here"):
         run_here(tmp_path / "c", *line)
     back = ("--load", str(tmp_path / "b"), "--finetune", "--exit-interval", "1")
     assert run_here(tmp_path / "d", *back).iteration == 1  # and one that only it has is left
@@ -362,7 +362,7 @@ def test_a_rotary_model_may_know_more_positions_than_its_checkpoint(root: Path) 
     assert run_here(root, *longer, "--override-opt-param-scheduler").iteration == 7
     learned = ("--position-embedding-type", "learned", "--save", str(root / "b"))
     run_here(root, *learned, "--exit-interval", "1")
-    with pytest.raises(CheckpointError, match=r"max_position_embeddings is .* there and 4096 here"):
+    with pytest.raises(CheckpointError, match=r"--max-position-embeddings is .* there and 4096 here"):
         run_here(root, *learned, "--load", str(root / "b"), "--max-position-embeddings", "4096")
 
 

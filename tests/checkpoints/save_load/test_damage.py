@@ -22,6 +22,7 @@ from megapar.errors import CheckpointError
 from megapar.files.location import Location, at
 from megapar.model.facts import differences
 from megapar.model.sizes import ModelSizes
+from megapar.schema.flag import spellings_of
 from tests.checkpoints.save_load.states import MODEL, load_on, make_state, same_model, save_on, untouched
 from tests.model.small import DENSE, ERNIE, MOE
 from tests.support.damage import cut, flip_bit
@@ -129,14 +130,15 @@ def test_a_size_that_is_newer_than_the_checkpoint_has_its_default_there(sizes: M
     assert newer
     assert differences({name: value for name, value in facts.items() if name not in newer}, facts) == ""
     older = {name: value for name, value in facts.items() if name != newer[0]}
-    assert differences(older, {**facts, newer[0]: "other"}) == f"{newer[0]} is none there and other here"
-    assert differences({**facts, newer[0]: None}, facts) == f"{newer[0]} is none there and {facts[newer[0]]} here"
+    name = spellings_of(type(sizes)).get(newer[0], newer[0])
+    assert differences(older, {**facts, newer[0]: "other"}) == f"{name} is none there and other here"
+    assert differences({**facts, newer[0]: None}, facts) == f"{name} is none there and {facts[newer[0]]} here"
 
 
 def test_newer_sizes_of_experts_have_their_defaults_too() -> None:
     facts = json.loads(json.dumps(MOE.facts()))
     older = {**facts, "moe": {name: value for name, value in facts["moe"].items() if name not in ("score", "topk")}}
-    assert differences(older, facts) == "moe.topk is none there and 2 here"
+    assert differences(older, facts) == "--moe-router-topk is none there and 2 here"
 
 
 def test_facts_of_absurd_numbers_are_compared_at_once() -> None:

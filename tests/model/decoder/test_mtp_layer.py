@@ -224,4 +224,4 @@ def test_weights_alone_come_with_or_without_the_block(block: str, old: bool) -> 
     for stored, expected in ((plain, ahead), (ahead, plain)):
         written = json.loads(json.dumps(stored))
         assert differences(written, match_model(written, expected, weights_only=True).facts) == ""
-        assert "mtp_depth" in differences(written, match_model(written, expected, weights_only=False).facts)
+        assert "--mtp-depth" in differences(written, match_model(written, expected, weights_only=False).facts)

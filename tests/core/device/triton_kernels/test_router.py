@@ -12,7 +12,7 @@ from megapar.core.device import ops, triton_operators
 from megapar.core.device.ops import OPS
 from megapar.core.device.triton_operators import KERNELS
 from megapar.moe.router import Router, gate_weights
-from megapar.moe.sizes import MoeSizes
+from megapar.moe.sizes import SCORES, MoeSizes
 from tests.support.interpreted import run_interpreted
 
 HIDDEN = 16
@@ -47,7 +47,6 @@ def outputs(router, x, valid, samples):
     return found, [routing.experts, sums.counts, sums.best], routing.probs
 
 
-SCORES = ("softmax", "sigmoid")
 EXPERTS = (  # experts, choices, groups, chosen groups, scored experts of a group
     (1, 1, 1, 1, 0),
     (5, 2, 1, 1, 0),
