@@ -123,7 +123,9 @@ def _shown(values: tuple[Any, ...]) -> str:
 
 def _scalar(flag: Flag, raw: Any, kind: str) -> Any:
     if isinstance(raw, (list, tuple, dict)) or raw is None:
-        raise BadValue("value", f"{flag.spelling} takes {wanted(flag)}, got {shown(raw)}.")
+        numbers = kind == "str" and isinstance(raw, list) and all(isinstance(item, int) for item in raw)
+        fix = f'Put it in quotes: "{str(raw).replace(" ", "")}".' if numbers else ""
+        raise BadValue("value", f"{flag.spelling} takes {wanted(flag)}, got {shown(raw)}.", fix)
     if kind in ("str", "switch"):
         if isinstance(raw, bool):
             return _word_of(flag, raw)
