@@ -158,7 +158,7 @@ MISTAKES = [
     ("--config grouped.yaml", "key network is unknown", "the keys under it (num_layers)"),
     ("--config types.yaml", "--num-layers takes a whole number, got 'four'"),
     ("--config no.yaml", "--save takes a string, got false", "Leave the key out to turn it off"),
-    ("--config layers.yaml", "takes a string, got [1, 0]", 'Put it in quotes: "[1,0]"'),
+    ("--config layers.yaml", "takes a string, got ['1', '0']", 'Put it in quotes: "[1,0]"'),
 ]
 
 TRAIN = "data train-tokenizer --input corpus.jsonl"
