@@ -1,4 +1,4 @@
-"""Published runs of ``rows.yaml``: a row's columns as a configuration of megapar, and its plan."""
+"""Published runs of ``rows.yaml`` and the blind files: a row's columns as a configuration of megapar, and its plan."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class PublishedRow:
 
     Attributes:
         table: Name of its table in ``rows.yaml``.
-        use: ``fit`` or ``unfitted``.
+        use: ``fit``, ``unfitted`` or ``blind``.
         source: Repository, file and commit.
         columns: Its columns, by name.
         more: What it says beyond its columns.
@@ -124,9 +124,9 @@ class PublishedRow:
         return self.plan.speed.tokens_per_second / float(self.columns["gpus"])
 
 
-def published_rows() -> Iterator[PublishedRow]:
-    """Yield all rows of ``rows.yaml``."""
-    for table in yaml.safe_load((HERE / "rows.yaml").read_text(encoding="utf-8")):
+def published_rows(file: str = "rows.yaml") -> Iterator[PublishedRow]:
+    """Yield all rows of a file of this form."""
+    for table in yaml.safe_load((HERE / file).read_text(encoding="utf-8")):
         for row in table["rows"]:
             more = {**(table.get("all") or {}), **(row[-1] if isinstance(row[-1], dict) else {})}
             columns = dict(zip(table["columns"], row, strict=False))
