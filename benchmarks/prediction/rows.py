@@ -114,7 +114,8 @@ class PublishedRow:
         """Return the plan of the row. Raises ConfigError if it is refused."""
         c = self.columns
         words = ["fp8", "fp8-activations"] if c["precision"].startswith("fp8") else []
-        words += str(self.more.get("assume", "")).split()
+        assume = str(self.more.get("assume", "")).replace("hybrid-ep", self.more.get("dispatch", "hybrid-ep"))
+        words += assume.split()
         imbalance = NATURAL_IMBALANCE if self.natural else 1.0
         assumption = replace(assumed(words), software="megatron", expert_imbalance=imbalance)
         return Plan(parse("moe", self.line(), {}, planning=True), device_kind(c["device"]), assumption)
@@ -124,11 +125,12 @@ class PublishedRow:
         return self.plan.speed.tokens_per_second / float(self.columns["gpus"])
 
 
-def published_rows(file: str = "rows.yaml") -> Iterator[PublishedRow]:
-    """Yield all rows of a file of this form."""
+def published_rows(file: str = "rows.yaml", *, again: bool = False) -> Iterator[PublishedRow]:
+    """Yield all rows of a file of this form. again: as their sources were read again, where they have ``again``."""
     for table in yaml.safe_load((HERE / file).read_text(encoding="utf-8")):
         for row in table["rows"]:
             more = {**(table.get("all") or {}), **(row[-1] if isinstance(row[-1], dict) else {})}
+            more |= more.get("again", {}) if again else {}
             columns = dict(zip(table["columns"], row, strict=False))
             yield PublishedRow(table["name"], table["use"], table["source"], columns, more)
 

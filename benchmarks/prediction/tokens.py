@@ -1,6 +1,7 @@
 """Tokens per second that ``megapar plan`` predicts of the runs in ``rows.yaml``, against what was published.
 
 python -m benchmarks.prediction.tokens                 the table
+python -m benchmarks.prediction.tokens --rows FILE     the table of another file of this form, as blind-2026.yaml
 python -m benchmarks.prediction.tokens --json FILE     the same, a line of JSON per row
 """
 
@@ -42,8 +43,10 @@ def main() -> None:
     """Print the table, or write its rows to a file."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write a line of JSON per row to this file")
+    parser.add_argument("--rows", default="rows.yaml", metavar="FILE", help="file with the rows (default: %(default)s)")
+    parser.add_argument("--again", action="store_true", help="as the sources were read again")
     args = parser.parse_args()
-    results = [result(row) for row in published_rows()]
+    results = [result(row) for row in published_rows(args.rows, again=args.again)]
     if args.json:
         args.json.write_text("".join(json.dumps(row) + "\n" for row in results), encoding="utf-8")
     print("| run | table | use | published | predicted | error |")
@@ -53,7 +56,7 @@ def main() -> None:
         use = f"no: {why}" if why else row["use"]
         error = f"{row['predicted']:.0f} | {row['error']:+.1%}" if "error" in row else "|"
         print(f"| {row['row']} | {row['table']} | {use} | {row['published']:.0f} | {error} |")
-    for use in ("fit", "unfitted"):
+    for use in sorted({row["use"] for row in results}):
         print(json.dumps(summary(results, use)))
 
 
