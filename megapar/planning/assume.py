@@ -10,13 +10,13 @@ operator-recompute:A+B    recompute the outputs of these operators instead of ke
 cuda-graphs               no kernel waits for its launch by the host
 fused-experts             one kernel for an expert layer's products, its activation and its casts, which reads the
                           rows per expert on the device
-hybrid-ep                 a token travels to a node and to a rank once, permuted on its way (HybridEP, DeepEP)
+hybrid-ep                 a token travels to a node and to a rank once, permuted on its way (HybridEP that fuses it)
+deepep                    it travels as often, and kernels of their own permute the rows (DeepEP, other HybridEP)
 expert-overlap            all-to-alls of experts hide under the products of another micro-batch (1F1B pairing)
 dualpipe                  run the pipeline in both directions: all-to-alls hide under the other direction's
                           computation, and each rank has two copies of the parameters
 
-Published runs used them (``benchmarks/prediction``). A plan marks them in its output. Everything that a technique
-changes is here: most replace numbers that the formulas read, the others answer a question of one formula.
+Published runs used them (``benchmarks/prediction``). A plan marks them in its output. All that they change is here.
 
 The load of the busiest expert rank is a factor, or is estimated from what a run recorded. A run writes percentiles of
 its experts' loads per layer (``metrics.experts.jsonl``). Experts are taken to be placed without regard to their load,
@@ -48,9 +48,9 @@ from megapar.planning.calibration import Calibration
 
 NO_FORMULA = "plan-no-formula"
 ACTIVATIONS, SWIGLU, GRAPHS = "fp8-activations", "fp8-swiglu", "cuda-graphs"
-FUSED, HYBRID, OVERLAP, DUALPIPE = "fused-experts", "hybrid-ep", "expert-overlap", "dualpipe"
+FUSED, HYBRID, DEEPEP, OVERLAP, DUALPIPE = "fused-experts", "hybrid-ep", "deepep", "expert-overlap", "dualpipe"
 FP8 = {"fp8": "all", "fp8-mlp": "mlp"}
-SWITCHES = (ACTIVATIONS, SWIGLU, GRAPHS, FUSED, HYBRID, OVERLAP, DUALPIPE)
+SWITCHES = (ACTIVATIONS, SWIGLU, GRAPHS, FUSED, HYBRID, DEEPEP, OVERLAP, DUALPIPE)
 NAMES = (*FP8, "operator-recompute", *SWITCHES)
 OPERATORS = ("norm", "qkv", "up", "activation", "core", "combine")
 RECORDED_STEPS = 100  # the last ones that count
@@ -90,7 +90,7 @@ class Assumed:
     @property
     def sends_tokens_once(self) -> bool:
         """A token travels to a node and to a rank once, instead of once for each of its experts there."""
-        return HYBRID in self.switches
+        return not self.switches.isdisjoint((HYBRID, DEEPEP))
 
     def narrow(self, product: Product) -> bool:
         """Return True if a matrix product is in fp8."""
@@ -113,7 +113,7 @@ class Assumed:
         if experts and FUSED in self.switches:
             costs = {**software.bytes, "activation": 0.0}
             software = replace(software, bytes=costs, grouped=1.0, wait=0.0, launches_per_expert=0.0)
-            software = replace(software, fp8_launches_per_expert=0.0, casts_groups=False)
+            software = replace(software, fp8_launches_per_expert=0.0, casts_groups=False, expert_bias=0.0)
         if experts and HYBRID in self.switches:
             software = replace(software, bytes={**software.bytes, "dispatch": 0.0})
         return base if software is base.software else replace(base, software=software)

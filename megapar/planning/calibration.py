@@ -40,6 +40,7 @@ class Software:
         fp8_launches_per_expert: Those of a grouped product in fp8, with its casts.
         cast: Bytes that a product in fp8 moves per element of its input, to cast it for both directions.
         launch: Time of a launch, relative to that of the class of device.
+        expert_bias: Bytes that biased experts move per element of their outputs, beyond those of the operators.
         casts_groups: Grouped products in fp8 cast their inputs, too.
     """
 
@@ -54,6 +55,7 @@ class Software:
     fp8_launches_per_expert: float
     cast: float
     launch: float
+    expert_bias: float
     casts_groups: bool = True
 
 

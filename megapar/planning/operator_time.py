@@ -89,7 +89,12 @@ class OperatorTime:
 
     def rest(self, operator: OpCost) -> float:
         """Return the time of the memory-bound kernels of an operator's forward."""
-        return self.moved(operator.moved * self.calibration.software.bytes.get(operator.name, 1.0))
+        software = self.calibration.software
+        size = operator.moved * software.bytes.get(operator.name, 1.0)
+        if operator.name == "down" and self._experts is not None and self._experts.add_bias:
+            experts = (one for one in operator.products if one.fp8 == "fp8_experts")
+            size += software.expert_bias * sum(one.rows * one.columns for one in experts)
+        return self.moved(size)
 
     def launches(self, operator: OpCost) -> tuple[float, float]:
         """Return the times that the host takes to launch an operator's forward and its backward.
