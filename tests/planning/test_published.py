@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import statistics
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks.prediction.rows import published_rows
 from benchmarks.prediction.run import mfu, plan_of, rows
+from benchmarks.prediction.tokens import result, summary
 from megapar.planning.speed import model_flops
 
-RESIDUALS = Path(__file__).parents[2] / "benchmarks" / "prediction" / "results" / "fit.jsonl"
+PREDICTION = Path(__file__).parents[2] / "benchmarks" / "prediction"
+RESIDUALS = PREDICTION / "results" / "fit.jsonl"
 PLANNED = [row for row in published_rows() if not row.left_out]
 
 
@@ -103,3 +106,37 @@ def test_rows_that_nothing_was_fitted_to_are_predicted() -> None:
     written = [json.loads(line) for line in RESIDUALS.read_text(encoding="utf-8").splitlines()]
     residuals = {("fit", line["table"], line["row"]): line["residual"] for line in written if "bridge" in line["table"]}
     assert residuals == {key: pytest.approx(errors[key], abs=0.01) for key in errors if key[0] == "fit"}
+
+
+@pytest.mark.parametrize("file", ["blind-2026.yaml", "blind-2026-second.yaml"])
+def test_a_frozen_row_is_the_run_that_it_says(file: str) -> None:
+    """By the published FLOPs, to the rounding of tables, unless a note says how they are counted."""
+    for row in published_rows(file):
+        flops = model_flops(row.plan.run) / row.plan.tokens_per_step * row.tokens / 1e12
+        assert "FLOP/s" in row.more.get("note", "") or flops == pytest.approx(row.columns["tflops"], rel=0.0125)
+        assert row.columns["gbs"] == row.columns["mbs"] * row.data_parallel * row.columns["ga"], row.name
+
+
+@pytest.mark.parametrize(("name", "at_most"), [("blind-2026", 0.09), ("blind-2026-second", 0.2)])
+def test_a_forecast_is_told_as_it_came_and_as_it_is_today(name: str, at_most: float) -> None:
+    """The results are of the frozen rows, the README has both errors of each, and the second is that of today."""
+
+    def read(part: str) -> list[dict[str, Any]]:
+        text = (PREDICTION / "results" / f"{name}{part}.jsonl").read_text(encoding="utf-8")
+        return [json.loads(line) for line in text.splitlines()]
+
+    first, again = read(""), read("-again")
+    frozen = [(row.table, row.name, row.tokens) for row in published_rows(f"{name}.yaml")]
+    assert [(line["table"], line["row"], line["published"]) for line in first] == frozen
+    told = (PREDICTION / "README.md").read_text(encoding="utf-8")
+    for came, today, row in zip(first, again, published_rows(f"{name}.yaml", again=True), strict=True):
+        assert came["error"] == pytest.approx(came["predicted"] / came["published"] - 1, abs=5e-4)
+        assert result(row)["error"] == pytest.approx(today["error"], abs=0.01), row.name
+        now = "not scored" if "unscored" in today else f"{today['error']:+.1%}"
+        cells = (came["row"], came["table"], f"{came['published']:.0f}", f"{came['predicted']:.0f}")
+        assert f"| {' | '.join(cells)} | {came['error']:+.1%} | {now} |" in told
+    for lines in (first, again):
+        found = summary(lines, "blind")
+        numbers = f"{found['median_error']:.1%} | {found['largest_error']:.0%} | {found['above_20_percent']}"
+        assert f"| {found['rows']} | {numbers} |" in told
+    assert summary(again, "blind")["median_error"] <= at_most
