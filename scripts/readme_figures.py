@@ -216,7 +216,7 @@ FIGURES = (
         True,
     ),
     Figure(
-        "the same over runs of 2026 that were chosen before any was planned, as forecast",
+        "the same of runs of 2026 that were chosen before any was planned",
         "published speeds",
         "prediction/results/blind-2026.jsonl",
         predicted,

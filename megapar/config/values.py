@@ -123,8 +123,8 @@ def _shown(values: tuple[Any, ...]) -> str:
 
 def _scalar(flag: Flag, raw: Any, kind: str) -> Any:
     if isinstance(raw, (list, tuple, dict)) or raw is None:
-        numbers = kind == "str" and isinstance(raw, list) and all(str(item).isdigit() for item in raw)
-        fix = f'Put it in quotes: "[{",".join(map(str, raw))}]".' if numbers else ""
+        items = [str(item) for item in raw] if kind == "str" and isinstance(raw, list) else [""]
+        fix = f'Put it in quotes: "[{",".join(items)}]".' if all(item.isdigit() for item in items) else ""
         raise BadValue("value", f"{flag.spelling} takes {wanted(flag)}, got {shown(raw)}.", fix)
     if kind in ("str", "switch"):
         if isinstance(raw, bool):
