@@ -56,7 +56,7 @@ def add_product_wide(total: Tensor, a: Tensor, b: Tensor, *, begins: bool) -> Te
 
 
 def wide_product_reference(a: Tensor, b: Tensor) -> Tensor:
-    """Return a [M, K] @ b [K, N] in max(fp32, dtype), not rounded to its dtype."""
+    """Return a [.., M, K] @ b [.., K, N] in max(fp32, dtype), not rounded to its dtype."""
     wide = at_least_fp32(a.dtype)
     return a.to(wide) @ b.to(wide)
 
@@ -65,7 +65,10 @@ def wide_product(a: Tensor, b: Tensor) -> Tensor:
     """Compute ``wide_product_reference`` from 16-bit factors by one kernel (torch on CUDA)."""
     if a.dtype.itemsize > 2:
         return a @ b
-    return torch.mm(a, b, out_dtype=torch.float32)
+    if a.dim() == 2:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    product = torch.bmm(a.flatten(0, -3), b.flatten(0, -3), out_dtype=torch.float32)
+    return product.unflatten(0, a.shape[:-2])
 
 
 def wide_product_rounded(a: Tensor, b: Tensor) -> Tensor:

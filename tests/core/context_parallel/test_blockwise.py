@@ -14,6 +14,8 @@ from megapar.core.device.attention.sinks import SinkRows
 from megapar.core.device.attention.table import FULL, LSE, MAXIMUM
 from megapar.core.device.attention.whole import attention_reference
 from tests.core.context_parallel.test_method import SIZE, draw
+from tests.core.device.attention.test_large_scores import SINKS, TOLERANCE, sums
+from tests.core.device.attention.test_sinks import formula
 
 
 def test_blocks_merge_in_any_order():
@@ -93,3 +95,25 @@ def test_sinks_come_once_after_all_tiles(flash, kind):
     if kind:
         each = scores.logsumexp(-1) if kind == LSE else scores.amax(-1)
         torch.testing.assert_close(largest, each.detach().amax((0, 2)), rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("flash", [False, True])
+def test_tiles_of_scores_of_200_merge_as_in_fp64(flash, dtype):
+    """A tile may hold all of a row's weight or none of it, and so may the sink."""
+    factors = zip((9, 9, 1), draw(), strict=True)
+    drawn = [*((factor * x).transpose(1, 2).contiguous() for factor, x in factors), torch.tensor(SINKS)]
+    own = [x.to(dtype).requires_grad_() for x in drawn]
+    exact = [x.detach().double().requires_grad_() for x in own]
+    length = own[0].shape[2]
+    tiles = tuple(Tile(None, range(length), keys) for keys in (range(20), range(20, 21), range(21, length)))
+    plan = TilePlan(tiles, (), tiles, ())
+    y = attend_blockwise(*own[:3], Alone(), plan, flash=flash, seen_by=SinkRows(own[3]))
+    want = formula(*exact, seen := torch.ones(1, 1, length, length, dtype=torch.bool))
+    upstream = torch.randn(y.shape, generator=torch.Generator().manual_seed(7)).to(dtype)
+    found = (y, *torch.autograd.grad(y, own, upstream))
+    wanted = (want, *torch.autograd.grad(want, exact, upstream.double()))
+    with torch.no_grad():
+        assert (exact[0] @ exact[1].repeat_interleave(2, 1).mT).abs().max() * SIZE**-0.5 > 200
+        for a, b, size in zip(found, wanted, sums(*exact, seen, upstream.double()), strict=True):
+            torch.testing.assert_close(a.double(), b, rtol=0, atol=TOLERANCE[dtype] * float(size.max()))

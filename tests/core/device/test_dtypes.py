@@ -77,12 +77,14 @@ def test_a_wide_product_is_not_rounded(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_gpu_makes_a_wide_product_by_one_kernel(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("batch", "kernel"), [((), "mm"), ((2, 6), "bmm")])
+def test_a_gpu_makes_a_wide_product_by_one_kernel(batch: tuple[int, ...], kernel: str, dtype: torch.dtype) -> None:
     with FakeTensorMode(), Called() as called:
-        a, b = torch.empty(3, 4, dtype=dtype), torch.empty(4, 5, dtype=dtype)
+        a, b = torch.empty(*batch, 3, 4, dtype=dtype), torch.empty(*batch, 4, 5, dtype=dtype)
         called.names.clear()
-        assert wide_product(a, b).dtype == torch.float32
-    assert called.names == ["aten.mm.dtype"]
+        product = wide_product(a, b)
+        assert (product.dtype, product.shape) == (torch.float32, (*batch, 3, 5))
+    assert [name for name in called.names if name.endswith("mm.dtype")] == [f"aten.{kernel}.dtype"]
 
 
 def test_wide_is_at_least_fp32() -> None:

@@ -19,8 +19,14 @@ from torch import Tensor
 from megapar.core.device.attention.mask import causal_keys
 from megapar.core.device.attention.row_statistic import Rows
 from megapar.core.device.attention.table import BLOCKS, FLASH, takes
-from megapar.core.device.attention.whole import EqualHeads, call_of, cut_features, equal_head_dims, pad_features
-from megapar.core.device.dtypes import at_least_fp32
+from megapar.core.device.attention.whole import (
+    EqualHeads,
+    call_of,
+    cut_features,
+    equal_head_dims,
+    pad_features,
+    products_of,
+)
 
 _cpu_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -82,7 +88,7 @@ def block_backward_reference(
     k_N, v_N = (_repeated(x, q) for x in (k, v))
     exact = block.lse.dtype
     weights = (_scores(q, k_N, causal=causal) - block.lse.unsqueeze(-1)).exp()
-    grad_weights = (grad @ v_N.mT).to(exact)
+    grad_weights = products_of(grad, v_N)
     dropped = weights
     if block.drawn:
         grad_weights, dropped = grad_weights * block.drawn[0], weights * block.drawn[0]
@@ -156,5 +162,5 @@ def _repeated(x: Tensor, q: Tensor) -> Tensor:
 
 def _scores(q: Tensor, k: Tensor, *, causal: bool) -> Tensor:
     """Return the scores [B, N, S, L] in max(fp32, dtype)."""
-    scores: Tensor = (q @ k.mT).to(at_least_fp32(q.dtype)) * q.shape[-1] ** -0.5
+    scores = products_of(q, k) * q.shape[-1] ** -0.5
     return scores.masked_fill(~causal_keys(q.shape[2], k.shape[2], q.device), -torch.inf) if causal else scores

@@ -11,17 +11,18 @@ head size of queries and keys, V of values and outputs.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megapar.core.device.attention import table
 from megapar.core.device.attention.mask import causal_keys
 from megapar.core.device.attention.row_statistic import RowEnd, Rows
-from megapar.core.device.dtypes import at_least_fp32
+from megapar.core.device.dtypes import wide_product, wide_product_reference
 
 MULTIPLE = 8  # features of a head that FlashAttention takes
 _cpu_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -75,11 +76,32 @@ def plain_attention(
 ) -> Tensor:
     """Compute ``attention_reference`` over the visible keys, bool broadcast to [B, N, S, L]; None for all keys."""
     k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
-    scores = (q @ k.transpose(-1, -2)).to(at_least_fp32(q.dtype)) * q.shape[-1] ** -0.5
+    scores = _Scores.apply(q, k) * q.shape[-1] ** -0.5
     if visible is not None:  # not -inf: a sample that is all padding must stay finite
         scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
     weights = scores.softmax(-1) if rows is None else rows.softmax(scores)
     return F.dropout(weights.to(q.dtype), dropout, training=dropout > 0.0) @ v
+
+
+def products_of(a: Tensor, b: Tensor) -> Tensor:
+    """Return a [B, N, S, D] b^T, b [B, N, L, D], in max(fp32, dtype): bf16 has no numbers between 200 and 201."""
+    return (wide_product if a.is_cuda else wide_product_reference)(a, b.mT)
+
+
+class _Scores(torch.autograd.Function):
+    """``products_of`` queries and keys, whose gradients are products in their dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor) -> Tensor:
+        ctx.save_for_backward(q, k)
+        return products_of(q, k)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        q, k = ctx.saved_tensors
+        grad = grads[0].to(q.dtype)
+        return grad @ k, grad.mT @ q
 
 
 def attention_fused(
