@@ -8,7 +8,7 @@ from megapar.core.device.compiled import plain
 from megapar.core.device.routing import SMALLEST_TOTAL, FanOut
 from megapar.moe.router import Router, Routing, gate_weights, move_correction_bias
 from megapar.moe.sizes import MoeSizes
-from megapar.moe.stats import router_sums
+from megapar.moe.stats import MoeStats, router_sums
 
 
 def router(dtype=torch.float64, experts=6, topk=2, **more):
@@ -245,3 +245,41 @@ def test_orthogonal_loss_by_hand_and_its_gradient_shared_by_copies():
     torch.testing.assert_close(3 * part, whole)
     made.copies = 1
     torch.testing.assert_close(value, made.orthogonal_loss())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_logits_of_30_are_routed_and_counted_as_in_fp64(score, padded, dtype):
+    """Unit vectors, whose products are exact. The sigmoids of the second token add up to less than the lower bound."""
+    made = Router(MoeSizes(8, 8, 6, 2, score=score, sequence_aux=True, scaling=2.5), dtype=dtype)
+    logits = 60 * torch.rand(8, 6, generator=torch.Generator().manual_seed(1)) - 30
+    logits[0], logits[1] = torch.tensor([30.0, -30, 29, -29, 0, 1]), torch.tensor([-30.0, -31, -29, -33, -32, -34])
+    made.weight = torch.nn.Parameter(logits.t().contiguous())
+    valid = torch.arange(8) % 4 < 3 if padded else None
+    routing = made(torch.eye(8, dtype=dtype), valid, samples=2)
+    weights = gate_weights(routing, None, over_kept=False, scaling=2.5)
+    share = torch.ones(8).double() if valid is None else valid.double()
+    stats = MoeStats.of(routing.sums, int(share.sum()), 2)
+
+    exact = logits.double().requires_grad_()
+    lse = (exact - exact.amax(1, keepdim=True)).exp().sum(1).log() + exact.amax(1)
+    scores = (exact - lse[:, None]).exp() if score == "softmax" else 1 / (1 + (-exact).exp())
+    chosen = scores.gather(1, routing.experts)
+    torch.testing.assert_close(chosen, scores.topk(2).values, rtol=1e-12, atol=0)
+    want = 2.5 * chosen / chosen.sum(1, keepdim=True).clamp(min=1e-12)
+    shares = scores / scores.sum(1, keepdim=True).clamp(min=1e-12) * share[:, None]
+    pairs = torch.zeros(8, 6).double().scatter_(1, routing.experts, 1.0) * share[:, None]
+    of_samples = [
+        6 / 2 * (s.sum(0) * p.sum(0)).sum() / n.sum() ** 2
+        for s, p, n in zip(shares.split(4), pairs.split(4), share.split(4), strict=True)
+    ]
+    aux = 6 / 2 * (shares.sum(0) * pairs.sum(0)).sum() / share.sum() ** 2
+    losses = (aux, (lse.square() * share).sum() / share.sum(), sum(of_samples))
+    up = torch.randn(8, 2, generator=torch.Generator().manual_seed(2))
+    found = (weights * up, stats.aux, stats.z, stats.sequence)
+    for got, wanted in zip(found, (want * up, *losses), strict=True):
+        torch.testing.assert_close(got.double(), wanted, rtol=3e-6, atol=1e-8)
+        (into,) = torch.autograd.grad(got.sum(), made.weight, retain_graph=True)
+        (expected,) = torch.autograd.grad(wanted.sum(), exact, retain_graph=True)
+        torch.testing.assert_close(into.t().double(), expected, rtol=1e-5, atol=2e-6 * float(expected.abs().max()))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -42,6 +44,28 @@ def test_singular_values_end_near_one(kind: str) -> None:
     assert 0.4 < values.min() <= values.max() < 1.3
     u, _, v = torch.linalg.svd(x, full_matrices=False)
     assert (made * (u @ v)).sum() / made.norm() / (u @ v).norm() > 0.97  # the same singular vectors
+
+
+@pytest.mark.parametrize(
+    ("dtype", "least", "tolerance"),
+    [(torch.float64, 1e-6, 1e-12), (torch.float32, 1e-6, 1e-4), (torch.bfloat16, 0.3, 0.2)],
+)
+@pytest.mark.parametrize("kind", COEFFICIENTS)
+@pytest.mark.parametrize("shape", [(48, 32), (32, 48)])
+def test_only_singular_values_change_each_by_the_polynomials(
+    shape: tuple[int, int], kind: str, dtype: torch.dtype, least: float, tolerance: float
+) -> None:
+    """The least are still growing when the steps end, but for bf16, whose roundings would grow with them."""
+    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    u, _, v = torch.linalg.svd(drawn, full_matrices=False)
+    x = (u * torch.logspace(0, math.log10(least), 32, dtype=torch.float64) @ v).to(dtype)
+    u, values, v = torch.linalg.svd(x.double(), full_matrices=False)
+    values = values / values.square().sum().sqrt()
+    for step in range(5):
+        a, b, c = COEFFICIENTS[kind][min(step, len(COEFFICIENTS[kind]) - 1)]
+        values = a * values + b * values**3 + c * values**5
+    error = alone(x, COEFFICIENTS[kind], 5).double() - u * values @ v
+    assert torch.linalg.matrix_norm(error, 2) < tolerance
 
 
 def test_zero_stays_zero_and_almost_nothing_stays_small() -> None:

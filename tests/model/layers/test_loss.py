@@ -100,6 +100,27 @@ def test_large_logits_do_not_overflow():
     assert torch.allclose(loss, expected, rtol=1e-12)
 
 
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2**-8)])
+@pytest.mark.parametrize("logits_bytes", [1, 1 << 20])
+def test_logits_of_200_have_the_loss_and_gradients_of_fp64(dtype, tolerance, logits_bytes):
+    """Of unit vectors, whose products are exact in any dtype; labels are the likeliest token, and the least likely."""
+    logits = (400 * torch.rand(8, 13, generator=torch.Generator().manual_seed(0)) - 200).to(dtype)
+    logits[:, 5], logits[:, 6] = 200, -200
+    labels = torch.tensor([5, 6, 0, 5, 6, 1, -100, 5])
+    hidden, weight = (x.requires_grad_() for x in (torch.eye(8, dtype=dtype), logits.t().contiguous()))
+    loss = vocab_parallel_linear_cross_entropy(
+        hidden, weight, None, labels, vocab_size=13, mp=SINGLE, logits_bytes=logits_bytes
+    )
+    exact, counted = logits.double(), labels != NO_LOSS
+    above = exact - exact.amax(1, keepdim=True)
+    log_probs = above - above.exp().sum(1, keepdim=True).log()
+    want = -log_probs[counted, labels[counted]].sum()
+    into = (log_probs.exp() - F.one_hot(labels * counted, 13)) * counted[:, None]
+    assert loss.item() == pytest.approx(want.item(), rel=1e-6)
+    for found, wanted in zip(gradients(loss, (hidden, weight)), (into @ exact.t(), into.t()), strict=True):
+        torch.testing.assert_close(found.double(), 3 * wanted, rtol=0, atol=tolerance * 3 * float(wanted.abs().max()))
+
+
 def test_gradients_are_those_of_small_differences():
     hidden, weight, offset, labels = inputs(5)
     assert torch.autograd.gradcheck(

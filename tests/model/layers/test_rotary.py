@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -13,10 +14,13 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import yarn_apply_mscale
 
+from megapar.core.device.ops import OPS
 from megapar.model.layers.rotary import RotaryEmbedding, rotate
 from megapar.model.rope_scaling import RopeScaling
 from tests.model.conformance.exact import Widened
+from tests.support.ascend import stand_in
 
+stand_in()
 DRAWS = 60
 
 
@@ -107,3 +111,57 @@ def test_angles_of_far_positions_are_not_rounded_to_the_compute_dtype() -> None:
     exact, half = (RotaryEmbedding(16, 1e4, dtype).angles(positions) for dtype in (torch.float32, torch.bfloat16))
     assert [x.dtype for x in half] == [torch.float32] * 2
     assert all(map(torch.equal, exact, half))
+
+
+FACTOR, LENGTH, PAIRS = 32.0, 4096, 32
+
+
+def of_papers(kind: str, theta: float, pair: int) -> float:
+    """Radians per position of a pair of features, each paper's formula: RopeScaling has the sources."""
+    plain = theta ** (-pair / PAIRS)
+    turns = LENGTH * plain / (2 * math.pi)
+    if kind == "linear":
+        return plain / FACTOR
+    if kind == "llama3":
+        kept = min(1.0, max(0.0, (turns - 1) / (4 - 1)))
+        return kept * plain + (1 - kept) * plain / FACTOR
+    if kind == "yarn":
+        first, last = (PAIRS * math.log(LENGTH / (beta * 2 * math.pi)) / math.log(theta) for beta in (32, 1))
+        first, last = max(math.floor(first), 0), min(math.ceil(last), 2 * PAIRS - 1)
+        divided = min(1.0, max(0.0, (pair - first) / (last - first)))
+        return (1 - divided) * plain + divided * plain / FACTOR
+    return plain
+
+
+def rotated_by_every_form(x: Tensor, angles: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+    """x [B, S, N, D] as queries, as queries and keys of a fused product, and as the last features of latent heads."""
+    found = {f"rotary, {device}": form(x, *angles) for device, form in OPS["rotary"].items() if device != "cuda"}
+    for device, form in OPS["rotary_heads"].items():
+        q, k, _ = form(torch.stack((x, x, x), 3), *angles)
+        found |= {f"queries, {device}": q, f"keys, {device}": k}
+    for device, form in OPS["rotate_last"].items():
+        wide = torch.cat((torch.ones_like(x[..., :4]), x), -1)
+        found[f"last, {device}"] = form(wide, *angles, 1.0, wide.shape[-1])[..., 4:]
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["none", "linear", "llama3", "yarn"])
+@pytest.mark.parametrize(("theta", "last"), [(1e4, 100_000), (1e6, 1_000_000)])
+def test_far_positions_are_rotated_as_in_the_papers(theta: float, last: int, kind: str, dtype: torch.dtype) -> None:
+    """In fp32, as published classes, frequencies have up to 16 roundings: 0.1 radians at position 100,000."""
+    positions = torch.tensor([[0, 1, 4097, last // 3, last - 1]])
+    numbers = {} if kind == "linear" else {"original_max_position_embeddings": LENGTH}
+    scaling = None if kind == "none" else RopeScaling(rope_type=kind, factor=FACTOR, **numbers)
+    x = torch.randn(1, 5, 2, 2 * PAIRS, generator=torch.Generator().manual_seed(0)).to(dtype)
+    frequencies = torch.tensor([of_papers(kind, theta, pair) for pair in range(PAIRS)], dtype=torch.float64)
+    radians = positions.double().unsqueeze(-1) * frequencies
+    size = 0.1 * math.log(FACTOR) + 1 if kind == "yarn" else 1.0
+    pairs = torch.view_as_complex(x.double().unflatten(-1, (-1, 2)))
+    want = torch.view_as_real(pairs * torch.polar(torch.full_like(radians, size), radians).unsqueeze(2)).flatten(-2)
+    rounding = 2**-22 if dtype == torch.float32 else 2**-8
+    bound = size * pairs.abs() * (16 * 2**-24 * radians.unsqueeze(2) + rounding)
+    angles = RotaryEmbedding(2 * PAIRS, theta, dtype, scaling).angles(positions)
+    for name, y in rotated_by_every_form(x, angles).items():
+        assert y.dtype == dtype
+        assert ((y.double() - want).abs() <= bound.repeat_interleave(2, -1)).all(), name
