@@ -37,11 +37,12 @@ def make(rank, size, algorithm, comm, *, causal=True, slices=1, sent=None, **mor
     return ContextParallel(axis, algorithm, layout, comm, **more)
 
 
-def draw(value_dim=SIZE, dtype=torch.float64):
+def draw(value_dim=SIZE, dtype=torch.float64, factor=1):
+    """Queries, keys and values; the scores grow with the square of the factor."""
     generator = torch.Generator().manual_seed(5)
     heads = ((HEADS, SIZE), (GROUPS, SIZE), (GROUPS, value_dim))
     drawn = [torch.randn(SAMPLES, LENGTH, n, size, generator=generator, dtype=torch.float64) for n, size in heads]
-    return [x.to(dtype) for x in drawn]
+    return [(x * scale).to(dtype) for x, scale in zip(drawn, (factor, factor, 1), strict=True)]
 
 
 def attend_heads(method, heads, mask, *, flash=False, dropout=0.0, expansion=None):
@@ -78,17 +79,17 @@ def worst(found, wanted):
     return max(float((a - b).detach().norm() / b.detach().norm()) for a, b in zip(found, wanted, strict=True))
 
 
-def compare(rank, size, algorithm, name, value_dim=SIZE, slices=1, dtype=torch.float64):
+def compare(rank, size, algorithm, name, value_dim=SIZE, slices=1, dtype=torch.float64, factor=1):
     """(worst error, launches and waits of forward and backward, bytes sent)."""
     mask, sent, comm = MASKS[name], CommBytes(), RecordedTraffic()
     method = make(rank, size, algorithm, comm, causal=mask.causal, slices=slices, sent=sent)
     own = method.layout.positions(LENGTH, rank)
-    q, k, v = (x[:, own].requires_grad_() for x in draw(value_dim, dtype))
+    q, k, v = (x[:, own].requires_grad_() for x in draw(value_dim, dtype, factor))
     y = attend(method, q, k, v, mask, flash=dtype != torch.float64)
     forward = list(comm.events)
     grads = torch.autograd.grad(y.square().sum(), (q, k, v))
     comm.check_settled()
-    want, want_grads = whole(mask, draw(value_dim, dtype))
+    want, want_grads = whole(mask, draw(value_dim, dtype, factor))
     error = worst((y, *grads), [x[:, own] for x in (want, *want_grads)])
     return error, forward, comm.events[len(forward) :], dict(sent)
 
@@ -111,6 +112,15 @@ def test_shared_attention_is_that_of_one_process(algorithm, size, name):
 def test_lower_precisions_are_near(algorithm, value_dim, dtype):
     for error, *_ in run_ranks(2, compare, algorithm, "documents", value_dim, 1, dtype, backend="late"):
         assert error < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("slices", [1, 2])
+@pytest.mark.parametrize("algorithm", [RING, GATHERED])
+def test_scores_of_200_are_merged_in_fp32(algorithm, slices):
+    q, k, _ = draw(factor=9)
+    assert torch.einsum("bsnd,btnd->bnst", q, k.repeat_interleave(2, 2)).abs().max() * SIZE**-0.5 > 200
+    for error, *_ in run_ranks(2, compare, algorithm, "documents", SIZE, slices, torch.float32, 9, backend="late"):
+        assert error < 1e-4
 
 
 @pytest.mark.parametrize("value_dim", [4, 12])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megapar.core.device.triton_operators import KERNELS
@@ -16,12 +16,14 @@ TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2**-7}  # the interpreter roun
     rows=st.integers(0, 5),
     width=st.one_of(st.integers(1, 40), st.integers(4090, 4100)),
     dtype=st.sampled_from(sorted(TOLERANCE, key=str)),
+    size=st.sampled_from((4, 100)),  # with 100 exponentials overflow and vanish, and a logit is rounded to 2^-16
     seed=st.integers(0, 99),
 )
-@settings(max_examples=6, deadline=None)
-def check(rows, width, dtype, seed):
+@example(rows=3, width=4100, dtype=torch.float32, size=100, seed=0)  # the last columns are far below the others
+@settings(max_examples=9, deadline=None)
+def check(rows, width, dtype, size, seed):
     random = torch.Generator().manual_seed(seed)
-    whole = torch.randn(rows, width + 3, generator=random).mul(4).to(dtype)
+    whole = torch.randn(rows, width + 3, generator=random).mul(size).to(dtype)
     logits = whole[:, :width]  # rows need not lie next to each other
     labels = torch.randint(0, width, (rows,), generator=random)
     exact = logits.double().log_softmax(-1)
@@ -32,7 +34,7 @@ def check(rows, width, dtype, seed):
     for wanted, tolerance in TOLERANCE.items():
         got = KERNELS["gradient_of_logits"](logits, labels, lse, wanted)
         assert got.dtype == wanted
-        torch.testing.assert_close(got.double(), expected, rtol=tolerance, atol=1e-5)
+        torch.testing.assert_close(got.double(), expected, rtol=tolerance, atol=1e-6 * size)
 
 
 def test_statistics_and_gradients_are_those_of_the_formula():
