@@ -38,11 +38,7 @@ class MegaparError(Exception):
 
 
 class ConfigError(MegaparError):
-    """The configuration is refused before any process group exists.
-
-    Attributes:
-        complaints: All problems with the configuration.
-    """
+    """The configuration is refused before any process group exists, for all ``complaints`` about it."""
 
     exit_status = 2
 

@@ -17,7 +17,7 @@ LAUNCH = "MEGAPAR_LAUNCH"
 """Unique name of a launch, the same on all nodes; restarts by the launcher keep it."""
 
 ELASTIC = "MEGAPAR_ELASTIC"
-"""Set for the ranks of a job that goes on with fewer nodes, while a lost one may still run."""
+"""Set for the ranks of a job that continues with fewer nodes, while a lost one may still run."""
 
 NAMELESS = ("none", "megapar")
 """Default job names: torchrun's, and that of ``megapar launch`` if the nodes have no store to agree on a name."""

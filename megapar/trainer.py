@@ -380,10 +380,7 @@ class Trainer:
     # The loop
 
     def train(self) -> Outcome:
-        """Train up to ``--train-iters`` or a request to stop. Evaluates and saves on the way and at the end.
-
-        Call ``start`` first.
-        """
+        """Train up to ``--train-iters`` or a request to stop, with evaluations and saves. Call ``start`` first."""
         self._greet()
         callbacks = make_callbacks(self.config, self.job, self.watch, self._user_callbacks)
         try:
@@ -571,10 +568,7 @@ class Trainer:
         return *self.guards.votes(), *self.control.votes()
 
     def adapt(self) -> None:
-        """Choose the layers to recompute from the memory that the first steps used, and report the choice.
-
-        Call after every step. Only the first ones have an effect.
-        """
+        """Choose the layers to recompute from the memory of the first steps; report it. Call after every step."""
         recompute = self.job.model.recompute
         if recompute is not None and isinstance(recompute.choice, Adaptive):
             peak, world = self.world.device.peak_memory_bytes(), self.world.axis("world")

@@ -94,10 +94,7 @@ def flags_of(config: Json) -> tuple[str, dict[str, Any]]:
 
 
 def _other_quantization(quantization: Any, architecture: PublishedArchitecture) -> str:
-    """Return what is quantized otherwise than in FP8 (e4m3) by blocks of 128 x 128, or as experts in MXFP4.
-
-    "" for nothing.
-    """
+    """Say why a quantization is not read; "" for FP8 (e4m3) by blocks of 128 x 128, and for experts in MXFP4."""
     if not quantization:
         return ""
     if not isinstance(quantization, dict):

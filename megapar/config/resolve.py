@@ -105,7 +105,7 @@ def _metrics(save: str | None) -> str | None:
 
 
 def _apart(task: str, packing: str) -> bool | None:
-    # Conversations of one sample are documents apart; rows refuse these flags beside --task sft.
+    # Conversations of one sample are separate documents; rows refuse these flags with --task sft.
     return True if task == "sft" and packing == "best_fit" else None
 
 

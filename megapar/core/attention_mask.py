@@ -97,7 +97,7 @@ class AttentionMask:
 
     @property
     def mean_keys(self) -> float:
-        """Keys per position whose scores kernels compute, documents aside; with a memory all: the mask is a tensor."""
+        """Keys per position whose scores kernels compute, without regard to documents; all of them with a memory."""
         if self.memory:
             return float(self.memory + self.length)
         if self.window is not None:  # the first positions have fewer: half of a window, as of a whole causal sample

@@ -44,10 +44,7 @@ class Box:
         return tuple(slice(o, o + s) for o, s in zip(self.offsets, self.sizes, strict=True))
 
     def cut(self, dim: int, parts: int, part: int) -> Box:
-        """Return piece ``part`` of ``parts`` along ``dim``, in chunks of ceil(size / parts), like ``torch.chunk``.
-
-        If ``parts`` does not divide the size, the last pieces are shorter or empty.
-        """
+        """Return piece ``part`` of ``parts`` along ``dim`` as of ``torch.chunk``: the last may be shorter or empty."""
         length = -(-self.sizes[dim] // parts)
         start = min(part * length, self.sizes[dim])
         size = min(length, self.sizes[dim] - start)

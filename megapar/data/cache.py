@@ -151,11 +151,7 @@ def _locked(target: Path, status: Status) -> Iterator[None]:
 
 
 class Unread(Exception):
-    """Raised if a value is not in the cache and its file may not be read.
-
-    Attributes:
-        bytes: Number of bytes to read.
-    """
+    """Raised if a value is not in the cache and its file, of ``bytes`` bytes, may not be read."""
 
     def __init__(self, size: int) -> None:
         super().__init__(f"{size} bytes are not read")

@@ -106,7 +106,7 @@ class Corpus(MadeSamples):
         return found[0], "the data" if whole else self.contents[part].name
 
     def in_phases(self, phases: Phases, first: int = -1) -> Corpus:
-        """Return this corpus with the training samples of a run whose data changes on the way.
+        """Return this corpus with the training samples of a run whose data changes between phases.
 
         Those of phases before ``first`` cannot be read. The last phases have the sources of this corpus.
         """
@@ -189,10 +189,7 @@ def of_pieces(
     seed: int,
     packing: Packing,
 ) -> Corpus:
-    """Return the corpus of a decoder whose pieces the caller makes. The other arguments are those of ``build``.
-
-    ``name`` is that of the data, for the log.
-    """
+    """Return a decoder's corpus of the caller's pieces, called ``name`` in the log. See ``build`` for the rest."""
     maker = DecoderSampleMaker(seq_length, seed, Split.parse(DEFAULT_SPLIT), packing)
     tokenizer = load_tokenizer(tokenizer_model) if tokenizer_model else NoTokenizer(vocab_size)
     _check_size(tokenizer, tokenizer_model, vocab_size)

@@ -84,8 +84,7 @@ class EvalTask:
 def open_tasks(words: Sequence[str], tokenizer: Tokenizer, seq_length: int) -> tuple[EvalTask, ...]:
     """Read the files of ``--eval-tasks``. Raises DataError, with the line, for what cannot be scored.
 
-    Args:
-        seq_length: Most positions of a row; longer ones lose their beginning.
+    Rows of more than ``seq_length`` positions lose their beginning.
     """
     if words and isinstance(tokenizer, (NoTokenizer, MockTokenizer)):
         raise DataError("--eval-tasks needs the tokenizer of the model's text; pass --tokenizer-model")

@@ -28,10 +28,7 @@ _BESIDE_WEIGHTS = (".json", ".txt", ".model", ".jinja")
 
 
 def fetched(paths: Sequence[str]) -> tuple[str, ...]:
-    """Return the items of a ``--data-path`` with prefixes of copies for those in stores; text is looked at.
-
-    Raises DataError.
-    """
+    """Return the items of ``--data-path``; tokens in stores are copied, text is not. Raises DataError."""
     try:
         return at_once(_fetched_item, paths)
     except OSError as error:

@@ -139,10 +139,7 @@ def _blocks(tokens: Path) -> str:
 
 
 def fingerprint_of_file(name: str, path: Path, *, may_read: bool = True) -> Fingerprint:
-    """Return the fingerprint of the bytes of a file that is not a corpus.
-
-    ``name`` is for messages. Raises DataError if the file cannot be read.
-    """
+    """Return the fingerprint of a file that is not a corpus, called ``name`` in messages. Raises DataError."""
     try:
         value = cached_value(path, lambda: at(path).sha256(), "bytes", may_read=may_read)
     except Unread as unread:

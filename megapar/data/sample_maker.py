@@ -99,7 +99,7 @@ class MadeSamples:
     Attributes:
         heldout: Held-out samples, in an order that does not depend on the seed; None if there are none.
         contents: Counts of each training corpus.
-        phased: Makes the training samples of a run whose data changes on the way, from a phase on.
+        phased: Makes the training samples of a run whose data changes, from a phase on.
         heldout_sets: Held-out samples of each named source of evaluation data.
     """
 

@@ -193,7 +193,7 @@ class BucketStore:
     def excludes(self, path: PurePath) -> bool:
         """Return True if requests have conditions, and of two processes that create a file only one succeeds.
 
-        Some stores ignore the condition, and those of gs:// have none by fsspec for the heartbeats.
+        Some stores ignore the condition, and those of gs:// through fsspec have none for heartbeats.
         """
         if self.scheme == "gs":
             return False
@@ -240,7 +240,7 @@ def _parsed(content: bytes, key: str) -> dict[str, Any]:
 class BucketFile(io.RawIOBase):
     """An object that is open for reading. A read is one request for a range, see ``Objects.get`` for its ETag.
 
-    Where a reader will probably stop, at ``last``, ranges end, and grow from few bytes.
+    Ranges grow from a few bytes, and end at ``last``, where a reader will probably stop.
     """
 
     def __init__(self, objects: Objects, key: str, size: int, etag: str = "", last: int | None = None) -> None:

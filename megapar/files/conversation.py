@@ -50,7 +50,7 @@ class Conversation:
     """A checked conversation.
 
     Attributes:
-        messages: In a possible order; contents are strings, or None beside tool calls. Arguments of calls are objects.
+        messages: In a possible order; contents are strings, or None with tool calls. Arguments of calls are objects.
         tools: Schemas of the functions that may be called, for the template; None if there are none.
     """
 

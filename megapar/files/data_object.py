@@ -35,7 +35,7 @@ class DataObject:
 
     @contextmanager
     def opened(self, last: int | None = None) -> Iterator[io.BufferedReader[BucketFile]]:
-        """Open it for reading in blocks up to byte ``last``, the end if None, and in small ones that grow from there.
+        """Open it for reading in growing blocks, up to byte ``last`` (None: the end).
 
         With ``last`` 0 only its beginning is looked at, and a later reader finds a change. Raises DataError, also in
         place of an error of the reader, if the store has another object of its name now.

@@ -143,7 +143,7 @@ class Location:
         return self
 
     def head(self, most: int) -> bytes:
-        """Return the first bytes of a file, at most so many. Raises OSError."""
+        """Return the first bytes of a file, at most this many. Raises OSError."""
         with io.BufferedReader(self.read()) as file:
             return file.read(most)
 

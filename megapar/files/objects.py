@@ -64,8 +64,7 @@ class Objects:
     def get(self, key: str, start: int = 0, end: int | None = None, etag: str = "") -> bytes:
         """Return the bytes from ``start`` to before ``end``. Raises FileNotFoundError.
 
-        Raises ChangedError if an ETag is given and the object has another one; a store that is only known through
-        fsspec does not look.
+        Raises ChangedError if an ETag is given and the object has another one; fsspec does not check.
         """
 
         def read() -> bytes:
@@ -86,7 +85,7 @@ class Objects:
     def exchange(self, key: str, content: bytes, etag: str) -> str:
         """Write an object over the one with this ETag, "" for none, and return its own.
 
-        Raises ChangedError if there is another one; fsspec looks whether there is one, and not which.
+        Raises ChangedError if there is another one; fsspec checks only whether there is one.
         """
         try:
             return self._write(key, content, etag or "*")

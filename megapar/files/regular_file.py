@@ -61,10 +61,7 @@ def read_open(file: IO[bytes], limit: int, path: object) -> bytes:
 
 
 def read_given(path: str | os.PathLike[str], limit: int = SMALL) -> bytes:
-    """Read a file that a user has named; unlike ``read_regular``, accept a pipe, such as a shell's ``<(...)``.
-
-    Raises OSError if it cannot be read or has more than ``limit`` bytes.
-    """
+    """Read a file that a user named, even a pipe such as ``<(...)``. Raises OSError if it is above ``limit`` bytes."""
     with Path(path).open("rb") as file:
         return _up_to(file.read(limit + 1), limit, path)
 

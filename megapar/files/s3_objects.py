@@ -32,7 +32,7 @@ class S3Objects(Objects):
         self._fs.retries = 1  # ``tried`` knows which requests may be repeated
 
     def ask(self, method: str, key: str, content: int = 0, **arguments: Any) -> Any:
-        """Send one request about an object, of so many bytes of content."""
+        """Send one request about an object, with this many bytes of content."""
         bucket, _, name = key.partition("/")
 
         async def answer() -> Any:

@@ -38,10 +38,7 @@ def is_number(value: Any) -> bool:
 
 
 class TensorFile:
-    """An open safetensors file, whose header was checked against the size of the file.
-
-    Raises CheckpointError if the file is missing, truncated, or not in the format.
-    """
+    """An open safetensors file. Raises CheckpointError if it is missing, truncated, or of another format."""
 
     def __init__(self, path: Place) -> None:
         self.path = at(path)

@@ -30,7 +30,7 @@ def foreign_tokenizer(path: Path) -> str:
 
 
 def stored_fingerprint(folder: Place) -> str | None:
-    """Return the fingerprint in a folder that ``data.tokenizers.stored_tokenizer`` wrote, None for other folders."""
+    """Return the fingerprint in a folder that ``data.tokenizers.load.store_tokenizer`` wrote, or None."""
     try:
         fingerprint = (at(folder) / FACTS).json().get("fingerprint")
     except (OSError, ValueError):
@@ -153,15 +153,14 @@ def _complete(ids: Mapping[str, int], config: Mapping[str, Any]) -> Vocabulary:
     if not ids:
         raise BadTokenizer("the tokenizer contains no tokens")
     check_largest(max(ids.values()), len(ids))
-    named = [*_named(config)]
-    new = {token for token in named if token not in ids}
+    new = {token for token in _named(config) if token not in ids}
     has_mask = any(_content(item.get("mask_token")) for item in _sources(config))
     has_mask = has_mask or any(item in ids or item in new for item in MASKS)
     return Vocabulary(max(ids.values()) + 1 + len(new), mask=has_mask)
 
 
 def check_largest(largest: int, entries: int) -> None:
-    """Raise BadTokenizer if an id is far beyond the number of entries: the memory of tables by id would be its own."""
+    """Raise BadTokenizer if an id far exceeds the number of entries, because tables by id would be as large."""
     if largest > 2 * entries + FREE_IDS:
         raise BadTokenizer(
             f"the tokenizer has {entries:,} tokens, and one of them has the id {largest:,}: number the tokens from 0 on"
@@ -238,11 +237,7 @@ def _varint(message: bytes, offset: int) -> tuple[int, int]:
 
 
 def too_large(name: str | None, size: int, rows: int, *, fixed: bool = False) -> Complaint:
-    """Return the complaint about a tokenizer with more ids than the embedding has rows.
-
-    Args:
-        fixed: The rows are those of loaded weights.
-    """
+    """Return the complaint about more ids than the embedding has rows. ``fixed``: rows of loaded weights."""
     return Complaint(
         "vocabulary",
         f"the tokenizer {name or 'trained here'} has {size} ids, more than the {rows} rows of the embedding "

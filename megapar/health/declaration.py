@@ -88,10 +88,8 @@ class Node:
 def differences(nodes: Sequence[Node], fix: Callable[[str], str]) -> list[Complaint]:
     """Return a complaint for each flag or fact that differs between nodes, with its values and their ranks.
 
-    If set flags differ, derived ones are not reported. Raises DistributedError for an entry that is not a declaration.
-
-    Args:
-        fix: Returns the remedy for a flag or fact of this name. Each remedy is given once.
+    If set flags differ, derived ones are not reported. ``fix`` returns the remedy for a name; each remedy is given
+    once. Raises DistributedError for an entry that is not a declaration.
     """
     by_entry: dict[bytes, list[Node]] = {}
     for node in nodes:

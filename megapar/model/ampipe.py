@@ -113,10 +113,7 @@ def join(sliced: Sliced, context: Context) -> Tensor:
 
 
 def run_sliced(block: SliceableBlock, x: Tensor | Sliced, context: Context) -> tuple[Tensor | Sliced, MoeStats | None]:
-    """Run ``block.forward`` slice by slice.
-
-    x and the result are tensors, or ``Sliced`` between layers that pass slices on.
-    """
+    """Run ``block.forward`` slice by slice. x and the result are tensors, or ``Sliced`` between such layers."""
     with fp32_grad_sums(block.parameters()):
         return _run(block, x, context)
 

@@ -16,7 +16,7 @@ SHOWN = 5
 def differences(stored: Mapping[str, Any], expected: Mapping[str, Any]) -> str:
     """Return the differing facts as text for the user, or "" if there are none.
 
-    A size that is newer than the checkpoint is missing there, and its default here agrees with that.
+    A size that an older checkpoint lacks has its default here.
     """
     expected = json.loads(json.dumps(expected))  # JSON has lists, not tuples
     kinds = [str(facts.get("kind"))[:100] for facts in (stored, expected)]

@@ -143,7 +143,7 @@ class RopeScaling:
 
     @property
     def scores_factor(self) -> float:
-        """Factor on the scores of latent attention, beside the ``rotated_factor`` of the features."""
+        """Factor on the scores of latent attention, besides the ``rotated_factor`` of the features."""
         if self.rope_type != YARN or not self.mscale_all_dim:
             return 1.0
         return self._log_factor(self.mscale_all_dim) ** 2

@@ -130,10 +130,7 @@ class ParameterCounts(NamedTuple):
 
 
 def parameter_counts(sizes: ModelSizes, table: Sequence[ParameterSpec] | None = None) -> ParameterCounts:
-    """Count the parameters of a model, or those of ``table``.
-
-    Like published counts, leave out multi-token prediction, which only training runs.
-    """
+    """Count a model's parameters, or ``table``'s, like published counts without multi-token prediction."""
     counted = sizes.without_training_blocks()
     total = active = 0
     for row in table_of(counted) if table is None else table:

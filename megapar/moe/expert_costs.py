@@ -31,7 +31,7 @@ def expert_costs(view: RankView, moe: MoeSizes) -> list[OpCost]:
 def in_flight(view: RankView, moe: MoeSizes) -> float:
     """Return the bytes of one direction's messages that are in flight at once, as sent and as received.
 
-    With slices all of a layer's are; otherwise the layer waits for each before it goes on.
+    With slices all of a layer's are; otherwise the layer waits for each before it continues.
     """
     if view.ampipe_degree <= 1 or view.ep == 1:
         return 0.0
@@ -91,7 +91,7 @@ class _ExpertLayer:
 
     @property
     def passing(self) -> float:
-        """Bytes of gradients beside those of the experts: of the residual, of the shared experts' input, in flight."""
+        """Bytes of gradients besides those of the experts: of the residual, of the shared experts' input, in flight."""
         x = self.view.item_bytes * self.view.local_tokens * self.moe.hidden_size
         return x * (2 if self.moe.shared_width else 1) + in_flight(self.view, self.moe)
 
@@ -218,10 +218,7 @@ class _ExpertLayer:
         return self._over_ep("combine", self.moe.hidden_size * self.view.item_bytes)
 
     def _over_ep(self, name: str, size: float) -> tuple[CommCost, ...]:
-        """Return the all-to-alls of ``dispatch`` or ``combine``, forward and backward, in the order of their hops.
-
-        size: Bytes of a row of the plain dispatch.
-        """
+        """Return the all-to-alls of ``dispatch`` or ``combine``, both ways, hop by hop. size: Bytes of a plain row."""
         view = self.view
         if view.ep == 1:
             return ()

@@ -7,7 +7,7 @@ fused kernels, by which published runs are predicted. They differ in the costs o
 The numbers are in ``calibration.yaml``, which ``benchmarks/prediction/fit.py`` writes. Those of ``megatron`` and the
 shares of devices are fitted to published runs. ``scores``, ``memory`` and ``grouped`` of ``megapar`` were measured on
 one H200 (``benchmarks/throughput/results/2026-11-26-h200-day.jsonl``), inside steps: attention at 420 to 434 TFLOP/s if
-causal, about 525 otherwise; grouped products at 665 beside 733 of others, 0.91 of their rate, of which ``small``
+causal, about 525 otherwise; grouped products at 665 against 733 of others, 0.91 of their rate, of which ``small``
 explains 0.96. Its other costs are counts of the budgets.
 """
 
@@ -87,7 +87,7 @@ class Calibration:
     software: Software
 
 
-# Kinds of device with a published run that plans are held against (benchmarks/prediction): the shares are theirs.
+# Kinds of device with a published run that plans are compared with (benchmarks/prediction): the shares are theirs.
 COMPARED = frozenset(
     ("h100-80g", "h200-141g", "h800-80g", "b200-180g", "b300-288g", "gb200-186g", "gb300-288g"),
 )

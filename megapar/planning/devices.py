@@ -45,8 +45,7 @@ def device_kind(name: str) -> DeviceKind:
 def check_named(config: Config, kind: str) -> None:
     """Raise ConfigError if flags give figures of a device, and no ``--device-kind`` says whose other figures hold.
 
-    Args:
-        kind: The row that the command line or a file names; "" if a plan would take the default.
+    ``kind`` is the row that the command line or a file names, "" for the default.
     """
     given = [FLAGS[name].spelling for name in FIGURES if getattr(config.runtime, name) is not None]
     if not given or kind:

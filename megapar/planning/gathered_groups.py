@@ -57,28 +57,28 @@ class StageBucket:
     """Parameters of one dtype and one pair of axes in a segment of a stage, as stages 1 and 2 reduce them together.
 
     Attributes:
-        row: Elements of one shard.
-        item: Bytes of an element of its parameters.
-        main: Bytes of an element of its main gradient.
+        shard_numel: Elements of one shard.
+        item_bytes: Bytes of an element of its parameters.
+        main_bytes: Bytes of an element of its main gradient.
         replicated: It has replicas over dp (hybrid sharding).
         cast: The master weights are cast into a buffer, which is gathered or copied to the parameters.
     """
 
-    row: int
+    shard_numel: int
     shards: int
-    item: int
-    main: int
+    item_bytes: int
+    main_bytes: int
     replicated: bool
     cast: bool
 
     @property
-    def whole(self) -> int:
+    def numel(self) -> int:
         """Elements of all shards."""
-        return self.row * self.shards
+        return self.shard_numel * self.shards
 
 
 def buckets_of(run: PlannedRun, stage: int, *, experts_only: bool = False) -> list[StageBucket]:
-    """Return the buckets of a stage in forward order. experts_only: Those that stage 3 treats like stage 2."""
+    """Return the buckets of a stage in forward order. experts_only: those that stage 3 treats like stage 2."""
     place = {name: number for number, planned in enumerate(segments_of(run)) for name in planned.names}
     rows: dict[tuple[int, bool, bool], list[ParameterSpec]] = {}
     for row in sorted(run.rows(stage), key=lambda row: place.get(row.name, 0)):
@@ -92,8 +92,8 @@ def _bucket(run: PlannedRun, rows: Sequence[ParameterSpec]) -> StageBucket:
     item, shards = (wide if first.fp32 else run.view.item_bytes), run.shards(first)
     # Where one rank keeps all master weights, parameters are cast where they lie, unless one leaves the next unaligned.
     odd = item != wide and not all(keeps_aligned(run.local_numel(row), item) for row in rows)
-    row = sum(run.row_numel(row) for row in rows)
-    return StageBucket(row, shards, item, run.main_bytes(first), run.replicas(first) > 1, shards > 1 or odd)
+    numel = sum(run.row_numel(row) for row in rows)
+    return StageBucket(numel, shards, item, run.main_bytes(first), run.replicas(first) > 1, shards > 1 or odd)
 
 
 def _make_groups(run: PlannedRun, stage: int) -> list[GatheredGroup]:
@@ -139,9 +139,9 @@ class Unsharded:
     Attributes:
         forward: Parameters when the last forward is done.
         opened: Most bytes when a unit's backward starts, less the activations that are free by then.
-        opened_shards: Shards of gradients beside those.
+        opened_shards: Shards of gradients besides those.
         closed: Most bytes when a unit's backward is done, likewise.
-        closed_shards: Shards of gradients beside those.
+        closed_shards: Shards of gradients besides those.
         oldest: Bytes when the backward of the oldest layer starts.
         end: Most bytes when the last units' backward is done.
         sent: The gradients that are reduced last.

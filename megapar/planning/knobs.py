@@ -53,7 +53,7 @@ DROPPED = (
 )
 """Flags whose values in files a search drops. Segments stay: any size, even the default, selects a strategy."""
 
-# Flags that have no effect, and are refused, beside a value of another one: (other flag, that value, flags).
+# Flags that have no effect, and are refused, together with a value of another one: (other flag, that value, flags).
 _OVER_MP = "sequence_parallel tp_comm_overlap expert_mp_degree recompute_partition ampipe_tp_sp_comm_overlap"
 _OF_SLICES = "ampipe_slicing ampipe_cross_layer ampipe_tp_sp_comm_overlap"
 _IDLE_BESIDE: tuple[tuple[str, Any, str], ...] = (
@@ -69,17 +69,13 @@ _IDLE_BESIDE: tuple[tuple[str, Any, str], ...] = (
 
 @dataclass(frozen=True)
 class Candidate:
-    """Values of knobs.
-
-    Attributes:
-        values: (field name, value) of the knobs that differ from their defaults, by name.
-    """
+    """Values of knobs: (field name, value) of those that differ from their defaults, by name."""
 
     values: tuple[tuple[str, Any], ...] = ()
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Candidate:
-        """Return the candidate with these values, without those that have no effect beside the others."""
+        """Return the candidate with these values, without those that have no effect with the others."""
         kept = {name: value for name, value in values.items() if value != default(name)}
         for other, value, flags in _IDLE_BESIDE:
             if kept.get(other, default(other)) == value:
@@ -154,11 +150,7 @@ class Scope:
 
 @dataclass(frozen=True)
 class Knob:
-    """One decision of a layout.
-
-    Attributes:
-        values: Returns the values that it can have beside those of a candidate.
-    """
+    """One decision of a layout; ``values`` returns those that it can have with a candidate's."""
 
     flags: tuple[str, ...]
     values: Callable[[Candidate, Scope], Iterable[Values]]

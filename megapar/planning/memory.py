@@ -182,7 +182,7 @@ def _waiting(run: PlannedRun, stage: int) -> tuple[float, float]:
     packs = run.kind.device_class.packs_rows and sharding.gradient_merge_mode == "step"
     if mixed or run.cuts_parameters or not packs:
         return 0.0, 0.0
-    sizes = [float(bucket.whole * bucket.item * (bucket.shards > 1)) for bucket in buckets_of(run, stage)]
+    sizes = [float(bucket.numel * bucket.item_bytes * (bucket.shards > 1)) for bucket in buckets_of(run, stage)]
     return max(sizes[1:-1] or sizes), sizes[0]
 
 
@@ -258,16 +258,16 @@ def _gathered(run: PlannedRun, stage: int) -> float:
     cast = [bucket for bucket in buckets_of(run, stage) if bucket.cast]
     ahead = run.config.sharding.sharding_prefetch_segments + 1
     if run.config.optimizer.store_param_remainders:
-        rows = sum(bucket.row * bucket.item for bucket in cast)
-        return rows + _largest([bucket.whole * bucket.item for bucket in cast], ahead)
-    return _largest([(bucket.whole + bucket.row) * bucket.item for bucket in cast], ahead)
+        rows = sum(bucket.shard_numel * bucket.item_bytes for bucket in cast)
+        return rows + _largest([bucket.numel * bucket.item_bytes for bucket in cast], ahead)
+    return _largest([(bucket.numel + bucket.shard_numel) * bucket.item_bytes for bucket in cast], ahead)
 
 
 def kept_buffers(run: PlannedRun, buckets: Sequence[StageBucket]) -> int:
     """Return a bound of the communication buffers that a CPU keeps for the next step (``core/comm/buffers.py``).
 
     Of each size there are as many as reductions use at once. Gathers, which a save lets run all at once, have buffers
-    beside those: for the segments that are gathered ahead, and where there are more segments than other buffers.
+    besides those: for the segments that are gathered ahead, and where there are more segments than other buffers.
     """
     sharding, reduced = run.config.sharding, run.reduce_bytes
     each = sharding.gradient_merge_mode == "micro_batch"
@@ -275,17 +275,19 @@ def kept_buffers(run: PlannedRun, buckets: Sequence[StageBucket]) -> int:
     wholes, rows = Counter[int](), Counter[int]()
     for in_flight in _in_flight(cut, reduced):
         accumulated = in_flight if each or run.micro_batches == 1 else cut
-        messages = [bucket.whole * reduced for bucket in in_flight]
-        messages += [bucket.whole * reduced for bucket in in_flight if not each and bucket.main != reduced]
-        wholes |= Counter([*messages, *(bucket.whole * (reduced if each else bucket.main) for bucket in accumulated)])
+        messages = [bucket.numel * reduced for bucket in in_flight]
+        messages += [bucket.numel * reduced for bucket in in_flight if not each and bucket.main_bytes != reduced]
+        wholes |= Counter(
+            [*messages, *(bucket.numel * (reduced if each else bucket.main_bytes) for bucket in accumulated)]
+        )
         added = each and run.micro_batches > 1
-        rows |= Counter(bucket.row * reduced for bucket in in_flight if added or reduced < bucket.main)
+        rows |= Counter(bucket.shard_numel * reduced for bucket in in_flight if added or reduced < bucket.main_bytes)
     ahead = sharding.sharding_prefetch_segments if sharding.overlap_param_gather != "off" else 0
-    gathered = _largest([bucket.whole * bucket.item for bucket in cut], max(ahead + 1, len(cut) - wholes.total()))
-    casts = [bucket.row * bucket.item for bucket in buckets if bucket.cast]
+    gathered = _largest([bucket.numel * bucket.item_bytes for bucket in cut], max(ahead + 1, len(cut) - wholes.total()))
+    casts = [bucket.shard_numel * bucket.item_bytes for bucket in buckets if bucket.cast]
     updated = len(casts) if run.config.optimizer.store_param_remainders else ahead + 1
     gathered += _largest(casts, max(updated, len(casts) - rows.total()))
-    gradients = sum(bucket.row * bucket.main for bucket in buckets)
+    gradients = sum(bucket.shard_numel * bucket.main_bytes for bucket in buckets)
     return gradients + gathered + sum(size * count for size, count in (*wholes.items(), *rows.items()))
 
 
@@ -297,7 +299,7 @@ def _in_flight(buckets: Sequence[StageBucket], reduced: int) -> Iterator[list[St
             del in_flight[:-1]
         in_flight.append(bucket)
         yield in_flight
-        while len(in_flight) > LEAST_IN_FLIGHT and sum(each.whole * reduced for each in in_flight) > IN_FLIGHT_BYTES:
+        while len(in_flight) > LEAST_IN_FLIGHT and sum(each.numel * reduced for each in in_flight) > IN_FLIGHT_BYTES:
             del in_flight[0]
 
 

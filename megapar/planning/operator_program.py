@@ -57,11 +57,7 @@ class Seconds(NamedTuple):
 
 
 class OperatorPrograms:
-    """Programs of the operators of one run.
-
-    Attributes:
-        defers: The schedule runs weight gradients apart from the backward.
-    """
+    """Programs of a run's operators. ``defers``: weight gradients run apart from the backward."""
 
     def __init__(self, run: PlannedRun, time: OperatorTime, *, defers: bool) -> None:
         self.run, self.time, self.defers = run, time, defers

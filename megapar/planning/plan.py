@@ -106,7 +106,7 @@ class Plan:
 
     @property
     def compared(self) -> bool:
-        """Plans for this kind of device are held against published runs; others have the shares of those devices."""
+        """True if plans for this kind of device are compared with published runs; others take those devices' shares."""
         return self.kind.name in COMPARED
 
     @property

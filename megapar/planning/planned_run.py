@@ -71,11 +71,7 @@ def _marked(sizes: ModelSizes) -> tuple[ParameterSpec, ...]:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A configuration on a kind of device.
-
-    Attributes:
-        shared: Parts that it has in common with other runs of a search.
-    """
+    """A configuration on a kind of device; ``shared`` is what other runs of a search have too."""
 
     config: Config
     kind: DeviceKind

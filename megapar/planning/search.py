@@ -305,12 +305,9 @@ def to_dict(search: Search, near: Sequence[Result], command: str) -> dict[str, A
 def launch_command(
     candidate: Candidate, variations: Variations, given: Sequence[str], world_size: int, node: int
 ) -> str:
-    """Return the command that starts a candidate.
+    """Return the command that starts a candidate, with the files and flags ``given`` for it.
 
     On several nodes it is run on each: NODE is the node's number, HEAD the address of one of them.
-
-    Args:
-        given: Files and flags that the layout belongs to.
     """
     local = min(node, world_size)
     nodes = -(-world_size // local)

@@ -107,7 +107,7 @@ def extra_flops(run: PlannedRun) -> float:
 
 
 def of_all_layers(run: PlannedRun, flops: float) -> float:
-    """Return the FLOPs of a step whose layers have so many per micro-batch on a rank."""
+    """Return the FLOPs of a step whose layers have this many per micro-batch on a rank."""
     grid = run.config.grid
     per_sequence = flops * grid.mp * grid.cp / run.view.samples
     return per_sequence * run.sizes.num_layers * run.config.training.global_batch_size
@@ -246,7 +246,7 @@ class Clock:
         for row, count in run.distinct_rows(stage):
             if row.trainable:
                 states, elements = run.state_bytes(row), run.row_numel(row) * count
-                # Remainders are read and written beside the weights: in all as many bytes as masters.
+                # Remainders are read and written besides the weights: in all as many bytes as masters.
                 plain = 2 * wide + run.main_bytes(row) + 2 * states
                 moved += elements * (_MATRIX_UPDATE * wide if row.matrix else plain)
                 kept += elements * (wide + states)
@@ -325,17 +325,14 @@ class _GroupOrder:
 
 
 def _span(flight: Flight, messages: int = 1) -> Span:
-    """Return a message that runs alone, or as so many after another."""
+    """Return a message that runs alone, or as this many, one after another."""
     loads = dict(flight.loads)
     seconds = flight.seconds + max(0, messages - 1) * flight.latency
     return Span(seconds, busy=tuple(loads.get(link, 0.0) for link in LINKS))
 
 
 def _least(time: Span, sent: Flight) -> Span:
-    """Return the time of a forward or backward that also sends a message to another stage.
-
-    It takes at least as long as any link is busy in it.
-    """
+    """Return the time of a forward or backward with a message to another stage: at least its busiest link's."""
     busy = _span(sent).plus(time).busy
     missing = max(0.0, max(busy) - time.seconds)
     return Span(time.seconds + missing, time.waited + missing, time.slowed, busy)

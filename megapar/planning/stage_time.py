@@ -57,11 +57,7 @@ class StageTime:
 
 
 class Unit(NamedTuple):
-    """Consecutive layers that are recomputed together, or one layer.
-
-    Attributes:
-        inputs: Messages that keep the unit's input elsewhere and fetch it.
-    """
+    """Consecutive layers that are recomputed together, or one layer. ``inputs``: messages of an offloaded input."""
 
     layers: tuple[UnitCost, ...]
     recomputed: bool
@@ -85,7 +81,7 @@ class StagePrograms:
 
     @staticmethod
     def _key(run: PlannedRun) -> tuple[object, ...]:
-        """Return everything in a search that the time of a unit depends on, beside the unit and the calibration."""
+        """Return everything in a search that the time of a unit depends on, besides the unit and the calibration."""
         config = run.config
         layout = config.parallel, config.ampipe, config.moe, config.grid
         return "times", run.sizes, run.view, layout, run.hiding, run.dtype, run.schedule

@@ -217,11 +217,7 @@ LEGEND = (
 
 @dataclass(frozen=True)
 class Drawing:
-    """One direction of the layer.
-
-    Attributes:
-        bars: What each lane does, from 0.
-    """
+    """One direction of the layer: what each lane does, from 0."""
 
     seconds: float
     bars: tuple[Bar, ...]

@@ -65,11 +65,7 @@ Event = Work | Send | Wait
 
 
 class Bar(NamedTuple):
-    """A part of a drawing: what one lane does from start to end.
-
-    Attributes:
-        lane: ``compute``, ``wait`` or a link.
-    """
+    """A bar of a drawing: what a lane (``compute``, ``wait`` or a link) does from start to end."""
 
     lane: str
     name: str

@@ -93,10 +93,7 @@ def _rank(grid: Grid, place: int) -> int:
 
 
 def _dense_dims(grid: Grid, step: int, count: int) -> list[tuple[int, int]] | None:
-    """Return ``count`` places of a stage, ``step`` apart, as (number, stride) on the dense axes.
-
-    Returns None if they end inside an axis.
-    """
+    """Return ``count`` places of a stage, ``step`` apart, as (number, stride) on dense axes; None if inside one."""
     dims, weight = [], 1
     for axis in _INNER_FIRST:
         size = grid.size(axis)
@@ -255,10 +252,7 @@ def recompute_messages(run: PlannedRun, stage: int) -> Mapping[int, tuple[CommCo
 
 
 def host_traffic(run: PlannedRun, stage: int) -> dict[str, float]:
-    """Return the bytes that a rank of a stage copies between host and device in a step, by "host/kind".
-
-    Offloaded masters and optimizer state are copied both ways once per step.
-    """
+    """Return a rank's bytes per step between host and device, by "host/kind"; offloaded state goes both ways."""
     copied: defaultdict[str, float] = defaultdict(float)
     for messages in recompute_messages(run, stage).values():
         for message in messages:
@@ -286,7 +280,7 @@ def fetched_share(run: PlannedRun, stage: int, place: int, newer: int) -> float:
 
 
 def _entered_before_backward(run: PlannedRun, stage: int) -> list[Counter[int]]:
-    """Return, for each chunk of a stage, how often so many units run between a forward's end and its backward."""
+    """Return, for each chunk of a stage, how often each number of units runs between a forward's end and backward."""
     chunks = run.stages.on(stage)
     units = [sum(span.recomputed for span in run.recompute_spans(len(chunk.layers))) for chunk in chunks]
     ends: list[list[int]] = [[] for _ in chunks]

@@ -271,10 +271,7 @@ def nearest(kind: str, flags: Sequence[str], requested_ranks: int, ranks: int) -
 
 
 def hints(kind: str, flags: Sequence[str], world_size: int) -> list[str]:
-    """Return the flags of a few legal layouts near the refused one, smallest change first.
-
-    The list is empty if the complaint is not about the layout.
-    """
+    """Return the flags of a few legal layouts near the refused one, smallest change first; [] for other complaints."""
     values = resolved_values(kind, [*flags, "--world-size", str(world_size), "--rules-only"], {})["requested"]
     if any(f"{axis}_degree" not in values for axis in FLAGGED):
         return []

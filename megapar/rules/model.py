@@ -45,10 +45,7 @@ EXPORTS = tuple(_rule(limit) for limit in LIMITS if limit.failing)
 
 
 def export_class(values: Mapping[str, Any], published: str | None) -> str | None:
-    """Return the class that --save-hf writes, or None if a value that decides is missing.
-
-    ``published``: class of the published folder that the model was loaded from.
-    """
+    """Return the class that --save-hf writes, given a loaded folder's; None if a value that decides is missing."""
     if published is not None:
         return ARCHITECTURES[published].trained_as or published
     forms = (spec.published for spec in MODELS.values() if spec.kind == values.get("kind"))

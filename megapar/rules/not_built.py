@@ -31,7 +31,7 @@ _row = partial(Rule, source="later version", passing="", kind=NOT_BUILT)
 
 
 def _moments(other: str, reads: str, when: Test, why: str, failing: str, **more: Any) -> Rule:
-    """Build the row that refuses moments in bf16 beside another flag, with the reason."""
+    """Build the row that refuses moments in bf16 with another flag, with the reason."""
     return _row(
         id=f"not-built-bf16-moments-{other}",
         reads=(reads, "exp_avg_dtype", "exp_avg_sq_dtype"),
@@ -45,7 +45,7 @@ def _moments(other: str, reads: str, when: Test, why: str, failing: str, **more:
 
 
 def _two_bytes(other: str, reads: str, legal: Test, why: str, failing: str) -> Rule:
-    """Build the row that refuses gradients in bf16, and remainders, beside another flag, with the reason."""
+    """Build the row that refuses gradients in bf16, and remainders, with another flag, with the reason."""
     return _row(
         id=f"not-built-two-bytes-{other}",
         reads=(reads, "main_grads_dtype", "store_param_remainders"),
@@ -58,7 +58,7 @@ def _two_bytes(other: str, reads: str, legal: Test, why: str, failing: str) -> R
 
 
 def _remainders(other: str, reads: str, legal: Test, why: str, failing: str) -> Rule:
-    """Build the row that refuses remainders beside another flag of decoders, with the reason."""
+    """Build the row that refuses remainders with another flag of decoders, with the reason."""
     return _expert_row(
         id=f"not-built-remainders-{other}",
         reads=(reads, "store_param_remainders"),

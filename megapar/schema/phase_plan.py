@@ -224,7 +224,7 @@ class PhasePlan:
 def plan_phases(phases: Sequence[PlannedPhase], seq_length: int, batch: BatchSize) -> PhasePlan:
     """Return the places of phases; with none, those of a run that is one phase.
 
-    Raises ValueError for a phase without a step, and for a ramp of the batch that goes on beyond the first phase.
+    Raises ValueError for a phase without a step, and for a ramp of the batch that continues beyond the first phase.
 
     Args:
         seq_length: Positions of the samples of phases that do not say so.

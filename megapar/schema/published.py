@@ -117,7 +117,7 @@ class PublishedArchitecture:
         whole: (pattern, replacement) pairs from names of parameters to names of tensors that the class stores in one,
             and the table in pieces: a layer's experts [E, .., I], whose middle dims are one dim in the file.
         inputs_first: These tensors have the dims of an expert in reverse order, inputs before outputs, and gate and up
-            of a feature beside each other: [E, H, F, 2], whose last dims are one dim in the file. They may be in MXFP4.
+            of a feature in pairs: [E, H, F, 2], whose last dims are one dim in the file. They may be in MXFP4.
         absent: Patterns of the names that its folders do not contain; these tensors are zero here.
         absent_without: More such patterns, by the key of config.json; a pattern applies if its key is false.
         fp32: Patterns of the names that its folders contain in fp32 whatever the dtype of the others.

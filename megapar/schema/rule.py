@@ -116,10 +116,9 @@ class Rule:
 
 
 def unused(id: str, names: tuple[str, ...], reads: tuple[str, ...], when: Test, what: str, **more: Any) -> Rule:
-    """Build a row that refuses the flags ``names``, which have no effect ``what``: in these circumstances.
+    """Build a row that refuses flags without effect. ``what`` says when that is, as in "with --pp-degree 1".
 
-    ``reads`` are the facts that ``when`` reads, in front of ``not_default``. The fix is to leave the flags out, unless
-    another one is given.
+    ``reads`` are the facts of ``when``, in front of ``not_default``. The default fix is to leave the flags out.
     """
     *others, last = map(spell, names)
     subject = f"{', '.join(others)} and {last} have" if others else f"{last} has"

@@ -116,11 +116,7 @@ def _parser(command: str, module: str) -> argparse.ArgumentParser:
 
 
 def flag_parser(kinds: Iterable[str], parser: argparse.ArgumentParser | None = None) -> argparse.ArgumentParser:
-    """Return a parser of the flags of these trainers, for completion only: it converts and checks no value.
-
-    Args:
-        parser: Parser to add the flags to, except those that it has; None for a new one.
-    """
+    """Return ``parser``, or a new one, with the flags of these trainers that it lacks, only for completion."""
     from megapar.config.config import FLAGS
 
     parser = argparse.ArgumentParser(allow_abbrev=False) if parser is None else parser

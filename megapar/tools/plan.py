@@ -263,10 +263,7 @@ def _write_best(search: Search, variations: Variations, command: str, args: argp
 
 
 def _without_layout(kind: str, line: list[str]) -> Config:
-    """Return the configuration of the model and the batch on one rank, with the defaults of all knobs.
-
-    Raises ConfigError for the flags that are wrong regardless of the layout.
-    """
+    """Return the configuration on one rank with default knobs. Raises ConfigError for flags wrong in any layout."""
     from megapar.planning.knobs import DROPPED
     from megapar.planning.variation import command_line
 

@@ -71,7 +71,7 @@ def pretrain(kind: str, argv: Sequence[str] | None = None) -> NoReturn:
 
 
 def checked_outline(config: Config) -> str:
-    """Return the outline. A run is first held against this machine. Raises ConfigError."""
+    """Return the outline. A run is first compared with this machine. Raises ConfigError."""
     from megapar.planning.devices import check_host  # the planner takes longer to import than a refusal may
 
     sys.stderr.write(check_host(config, os.environ))

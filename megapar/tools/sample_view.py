@@ -33,10 +33,7 @@ _OF_A_RUN = ("tokenizer_model", "split", "seq_length", "seed", "task", *_ENCODIN
 
 
 class Stretch(NamedTuple):
-    """Consecutive tokens of one document and one weight: positions ``first`` to ``last`` of the document.
-
-    ``weight`` is that of each of its tokens as a target; 0: it is not learned.
-    """
+    """Consecutive tokens ``first`` to ``last`` of a document, each a target of this weight; 0: not learned."""
 
     document: int
     first: int

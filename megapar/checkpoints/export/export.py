@@ -137,10 +137,7 @@ def collect_all(
 def collect_buffers(
     world: World, table: Iterable[ParameterSpec], buffers: Mapping[str, Tensor], dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, buffer) like ``collect_all``. Every rank of a stage has its buffers whole.
-
-    ``dtype`` is that of all buffers. Rank 0 needs it to receive buffers that it does not have.
-    """
+    """Yield (name, buffer) like ``collect_all``, whole on every rank of a stage. ``dtype`` is that of all buffers."""
     for spec in table:
         if spec.trainable:
             continue
@@ -165,10 +162,8 @@ def exported(
 ) -> Iterator[Path]:
     """Provide a Hugging Face folder of a checkpoint of a decoder. See ``megapar_to_hf`` for the arguments.
 
-    Raises CheckpointError if it cannot be written, before anything is written if the disk is too small.
-
-    Args:
-        cache: Folder that keeps the result. None writes a temporary folder, which is removed at the end.
+    ``cache`` keeps the result; None writes a temporary folder, which is removed at the end. Raises CheckpointError if
+    the folder cannot be written, before anything is written if the disk is too small.
     """
     checkpoint = at(source) if (at(source) / LAYOUT_FILE).is_file() else folders.find(source)
     saved = Saved(checkpoint)

@@ -273,10 +273,7 @@ def _write_config(
 def _write_files(
     folder: Location, plans: list[TensorPlan], fetch: Callable[[str], Iterator[Tensor]], shard_bytes: int
 ) -> int:
-    """Write files of at most ``shard_bytes`` (or one tensor) and an index, named as in transformers.
-
-    Returns the total number of bytes.
-    """
+    """Write files of up to ``shard_bytes`` (or one tensor) and an index, named as in transformers; return the bytes."""
     groups: list[list[TensorPlan]] = [[]]
     group_bytes = 0
     for plan in plans:

@@ -24,11 +24,7 @@ _SUSPECT = re.compile(r"iter_([0-9]{7,18})(?:\.e([0-9]+))?\.suspect(?:-([0-9]+))
 
 @dataclass(frozen=True)
 class Blamed:
-    """Faulty rank, or a candidate if the faulty one cannot be identified.
-
-    Attributes:
-        device: Name of the device, with its number on the node.
-    """
+    """A faulty rank, or a candidate if it is unknown. ``device`` contains its number on the node."""
 
     rank: int
     node: str
@@ -78,10 +74,7 @@ class Fault:
 
 
 def read_fault(folder: Place) -> Fault | None:
-    """Return the fault on which a run that saved here ended, if no start has handled it yet, else None.
-
-    Raises UnverifiedError if the record cannot be read.
-    """
+    """Return the fault that ended a run which saved here, unless a start has handled it. Raises UnverifiedError."""
     path = at(folder) / RECORD
     try:
         return fault_of(path.json(_MAX_BYTES))
@@ -126,10 +119,7 @@ def _count(value: object, least: int = 0) -> int:
 
 
 def suspects(root: Place) -> dict[int, Location]:
-    """Return iteration -> checkpoint that was set aside, in ascending order.
-
-    If an iteration has several, take the last one of the owner with the highest epoch.
-    """
+    """Return iteration -> checkpoint set aside, ascending; of several, the last one of the highest epoch."""
     newest: dict[int, tuple[tuple[int, int], str]] = {}
     for name in at(root).list():
         if match := _SUSPECT.fullmatch(name):

@@ -52,11 +52,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES_BY_NAME.items()}
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A file of the checkpoint.
-
-    Attributes:
-        name: Its plain name, without a folder.
-    """
+    """A file of the checkpoint; ``name`` has no folder."""
 
     name: str
     size: int

@@ -62,7 +62,7 @@ def is_part(name: str) -> bool:
 
 
 def is_of_owner(name: str, epoch: int) -> bool:
-    """Return True for the name of what this owner, an earlier one, or none has not finished."""
+    """Return True for a temporary name, unless it is that of a later owner."""
     match = _ASIDE.fullmatch(name)
     return match is not None and int(match[1] or 0) <= epoch
 
@@ -186,7 +186,7 @@ def stored_scalars(folder: Place) -> dict[str, Any]:
 
 
 def stored_schedule(folder: Place) -> dict[str, Any] | None:
-    """Return the learning rate schedule of a checkpoint, or None if it has none, as converted checkpoints.
+    """Return the learning rate schedule of a checkpoint, or None if it has none, such as a converted one.
 
     A schedule with values other than numbers and strings was not written by a run.
     """

@@ -52,10 +52,7 @@ class DataFacts:
 
     @classmethod
     def of(cls, config: Config, *, may_read: bool = True) -> DataFacts:
-        """Return the facts of a configuration. Raises DataError.
-
-        Unless ``may_read``, sources whose fingerprint is not in the cache have none.
-        """
+        """Return the facts of a configuration; without ``may_read``, only cached fingerprints. Raises DataError."""
         data = config.data
         if data.data_source == "hf":
             sources: tuple[Fingerprint, ...] = (fingerprint_of_dataset(str(data.hf_dataset), data.text_field),)

@@ -1,4 +1,4 @@
-"""The data that a run has read so far, by intervals of its samples, and how it goes on by a plan.
+"""The data that a run has read so far, by intervals of its samples, and how it continues by a plan.
 
     checkpoint          a, b    |  a, b, c (planned) |  c (planned)
     plan                a, b    |  a, b, c            a, c  ...
@@ -112,11 +112,7 @@ def _past(before: Sequence[DataPhase], plan: DataPlan, now: int) -> Iterator[tup
 
 
 def continued(before: Sequence[DataPhase], plan: DataPlan, now: int = 0) -> tuple[DataPhase, ...]:
-    """Return the phases of a run that has read ``before`` and goes on by a plan from sample ``now`` on.
-
-    Args:
-        before: The phases of its checkpoint; none for a new run.
-    """
+    """Return the phases of a run that has read its checkpoint's ``before`` and follows a plan from sample ``now``."""
     phases = [phase for phase in before if phase.start < now or not phase.planned]
     if before and is_continued(before, plan, now):
         last = phases[-1]

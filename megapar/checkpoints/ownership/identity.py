@@ -161,7 +161,7 @@ def refused(
         tokenizer: Facts of the run's tokenizer. None if they are not known.
         plan: Data of the run. None if it is not compared.
         where: Beginning of the messages.
-        now: The sample that the run goes on with.
+        now: The sample that the run continues with.
     """
     complaints = []
     optimizer = config.optimizer
@@ -308,11 +308,8 @@ class ModelMatch:
 def match_model(stored: Mapping[str, Any], expected: Mapping[str, Any], *, weights_only: bool) -> ModelMatch:
     """Return the facts that a checkpoint must have to fit a model.
 
-    With rotary positions, which have no tensor, the maximum sample length may differ.
-
-    Args:
-        weights_only: Only weights are loaded, as with --finetune and for a converted model. Then a head or block that
-            is on one side only is initialized or dropped.
+    With rotary positions, which have no tensor, the maximum sample length may differ. ``weights_only``, as with
+    --finetune or a converted model: a head or block that only one side has is initialized or dropped.
     """
     facts = dict(expected)
     initial: list[OptionalBlock] = []

@@ -237,10 +237,7 @@ class Start:
         return cls() if loaded is None else cls(loaded.progress.iteration, loaded.scalars.get("verified"))
 
     def verified(self, names: Sequence[str]) -> dict[str, int]:
-        """Return check -> last verified iteration, as the checkpoint records it but at most its own iteration.
-
-        At iteration 0 everything counts as verified.
-        """
+        """Return check -> last verified iteration, at most the checkpoint's own. At iteration 0 all is verified."""
         return {name: 0 if self.iteration == 0 else self._of(name) for name in names}
 
     def _of(self, name: str) -> int:

@@ -55,11 +55,8 @@ class Written:
 class Background:
     """Runs at most one save at a time. Host memory for the copy is allocated at the first save and then reused.
 
-    Args:
-        section: Makes the watched section of the saving thread from "save" and the name of the checkpoint.
-
-    Attributes:
-        written: The result of the newest save, so far.
+    ``section`` makes the watched section of the saving thread from "save" and the name of the checkpoint. ``written``
+    is the result of the newest save, so far.
     """
 
     def __init__(self, device: Device, section: Section = unwatched) -> None:
@@ -160,11 +157,7 @@ class Background:
 
 
 class SaveFailures:
-    """Counts the failed saves of a run and words their messages. ``clock`` returns seconds.
-
-    Attributes:
-        in_a_row: Failed saves since the newest checkpoint that was written.
-    """
+    """Counts failed saves, ``in_a_row`` since the newest one written, and words messages. ``clock``: seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

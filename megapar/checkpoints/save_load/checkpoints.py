@@ -74,11 +74,7 @@ def _unguarded(root: Location) -> list[str]:
 
 @dataclass(frozen=True)
 class ResumeSource:
-    """The folder of checkpoints that a run resumes from.
-
-    Attributes:
-        same_job: True if this job saved there before it was restarted.
-    """
+    """The folder of checkpoints to resume from. ``same_job``: this job saved there before a restart."""
 
     root: Location
     same_job: bool
@@ -86,11 +82,7 @@ class ResumeSource:
 
 @dataclass(frozen=True)
 class ResumeLimit:
-    """The checkpoints of a folder that a run may resume from.
-
-    Attributes:
-        others: Names of checkpoints on other lineages than that of the fault.
-    """
+    """The checkpoints that a run may resume from. ``others`` are on other lineages than the fault's."""
 
     iteration: int
     others: frozenset[str] = frozenset()
@@ -334,8 +326,7 @@ class Checkpoints:
     def save(self, iteration: int, scalars: Mapping[str, Any], *, final: bool) -> None:
         """Save a checkpoint, in the background unless it is the final one.
 
-        Raises CheckpointError if this or the previous save failed and --on-save-error is stop, or if it is the final
-        one.
+        Raises CheckpointError if the final save fails or, with --on-save-error stop, this or the previous one.
         """
         assert self._options.save is not None
         root = at(self._options.save)

@@ -203,11 +203,7 @@ def _failure_to_json(what: str, error: BaseException) -> Json:
 
 
 def _merged_error(failures: Sequence[Sequence[Any]], local_error: BaseException | None, count: int) -> BaseException:
-    """Return one error for the failures of all ranks.
-
-    Args:
-        failures: (rank, failure as JSON) of each failed rank.
-    """
+    """Return one error for the failures of all ranks: (rank, failure as JSON) of each failed rank."""
     if local_error is not None and not isinstance(local_error, Exception):
         return local_error
     ranks: dict[str, list[int]] = {}

@@ -79,10 +79,7 @@ def checkpoints(root: Place) -> dict[int, Location]:
 
 
 def latest(root: Place) -> Location | None:
-    """Return the folder that ``latest`` names, or None if nothing was published under this root.
-
-    Raises CheckpointError if ``latest`` does not name a finished checkpoint.
-    """
+    """Return the folder that ``latest`` names, None without it. Raises CheckpointError if it is not a finished one."""
     root = at(root)
     try:
         published = read_latest(root)
@@ -97,10 +94,7 @@ def latest(root: Place) -> Location | None:
 
 
 def find(root: Place, iteration: int | None = None) -> Location:
-    """Return the checkpoint of an iteration, even one that was set aside as suspect, or the latest.
-
-    Raises CheckpointError with the existing iterations if there is none.
-    """
+    """Return the checkpoint of an iteration, even one set aside as suspect, or the latest. Raises CheckpointError."""
     if iteration is None:
         folder = latest(root)
         if folder is None:

@@ -201,11 +201,7 @@ class LocalCheckpoints:
     # Loading
 
     def find(self, limit: int | None = None) -> LocalCheckpoint | None:
-        """Return the newest local checkpoint of which the ranks together still have all files. Every rank calls this.
-
-        Args:
-            limit: Skip checkpoints of later iterations.
-        """
+        """Return the newest local checkpoint, up to ``limit``, of which the ranks still have all files. Collective."""
         files = {
             (iteration, str(head["start"]), rank)
             for iteration, folder in self._iterations().items()

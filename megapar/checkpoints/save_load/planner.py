@@ -63,11 +63,7 @@ class SavePlan:
 
 @dataclass(frozen=True)
 class GlobalPlan:
-    """The plans of all ranks in one.
-
-    Attributes:
-        boxes: For each rank, tensor name to the box that it writes.
-    """
+    """The plans of all ranks in one. ``boxes``: for each rank, tensor name -> the box that it writes."""
 
     tensors: Tensors
     boxes: Sequence[Mapping[str, Box]]
@@ -189,10 +185,7 @@ def refuse_extra(
 
 
 def find_reads(layout: CheckpointLayout, shard: Shard) -> list[Read]:
-    """Return reads that cover every element of a target exactly once, from files of any layout (resharding).
-
-    Raises CheckpointError if there are none.
-    """
+    """Return reads that cover a target's elements once, from files of any layout. Raises CheckpointError if none do."""
     if not shard.box.numel:
         return []
     entry = layout.tensors[shard.name]

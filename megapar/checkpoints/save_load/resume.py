@@ -110,11 +110,7 @@ def _load_options(config: Config, *, same_job: bool) -> state.LoadOptions:
 
 
 class FaultRecovery:
-    """Handles the faults that earlier starts recorded. Every rank calls ``limit_checkpoints`` once.
-
-    Attributes:
-        notes: Lines for the log.
-    """
+    """Handles the faults that earlier starts recorded. Collective. ``notes`` are lines for the log."""
 
     def __init__(
         self, options: CheckpointOptions, world: World, local_saves: LocalSaves | None, checkpoints: Checkpoints

@@ -94,10 +94,7 @@ def make_layout(
 
 
 def verify_files(folder: Place, plan: LoadPlan, check: Verify) -> dict[str, Json]:
-    """Verify the files of a rank's reads and the tensors in them, and return the scalars of the checkpoint.
-
-    Raises CheckpointError if any is damaged.
-    """
+    """Verify the files and tensors that a rank reads; return the scalars. Raises CheckpointError for damage."""
     folder = at(folder)
     scalars = read_scalars(folder, plan.layout.scalars, check)
     problems = [problem for file in plan.reads if (problem := check_file(folder, file, check))]

@@ -89,10 +89,7 @@ def start(exchange: Exchange, x: Tensor, comm: CommContext) -> tuple[Tensor, Tic
 
 
 def wait(handle: Tensor, ticket: Ticket) -> Tensor:
-    """Wait for the exchange that ``start`` launched, and return its result.
-
-    Raises DistributedError the second time for the same ticket.
-    """
+    """Wait for the exchange of ``start``; return its result. Raises DistributedError the second time for a ticket."""
     ticket.claim()
     return handle if ticket.passes else _Wait.apply(handle, ticket)
 

@@ -17,11 +17,7 @@ from megapar.core.device.base import Event, Stream
 
 
 class BufferPool:
-    """Pool of tensors with undefined content.
-
-    Attributes:
-        keep: Returned buffers are kept for the next ``take``, else they are freed.
-    """
+    """Pool of tensors with undefined content; without ``keep``, returned buffers are freed."""
 
     def __init__(self, new: Callable[[int, torch.dtype], Tensor], *, keep: bool = True, most: int = 4) -> None:
         """Create an empty pool; ``new`` allocates a flat tensor of (elements, dtype).
@@ -46,8 +42,7 @@ class BufferPool:
     def take(self, shape: Sequence[int], dtype: torch.dtype, stream: Stream | None = None) -> Tensor:
         """Return the smallest free buffer that fits, or a new one.
 
-        Args:
-            stream: The stream that will write the tensor. It waits until the previous content has been read.
+        ``stream`` will write the tensor, and waits until the previous content has been read.
         """
         numel = prod(shape)
         need = max(numel, 1) * dtype.itemsize

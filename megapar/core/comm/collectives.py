@@ -95,10 +95,7 @@ def reduce_scatter(
     """Sum ``whole`` [size * n, ..] over the axis and write this rank's rows [n, ..] to ``piece``.
 
     gloo's reduce-scatter is an all-reduce of everything (torch 2.13), which sends twice the bytes. On a CPU, the ranks
-    therefore exchange the pieces, and each rank sums its own in rank order.
-
-    Args:
-        scratch: Buffer of the size of ``whole`` for the received pieces on a CPU; allocated if None.
+    therefore exchange the pieces, in ``scratch`` (like ``whole``) if given, and each sums its own in rank order.
     """
     axis.count("reduce_scatter", whole.nbytes * (axis.size - 1) / axis.size)
     work: dist.Work | None

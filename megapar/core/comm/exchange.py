@@ -42,10 +42,7 @@ class Exchange(Protocol):
         """Name in counts and error messages."""
 
     def launch(self, x: Tensor) -> tuple[Tensor, dist.Work | None]:
-        """Launch on contiguous ``x``. Returns (output, work); the output is valid after the wait for the work.
-
-        The work is None if nothing is sent.
-        """
+        """Launch on contiguous ``x``. Return (output, work, None if nothing is sent); wait before reading output."""
 
     def conjugate(self) -> Exchange:
         """Return the exchange of the gradient."""

@@ -64,10 +64,7 @@ class CommContext:
             self._on_host_wait(where)
 
     def zero(self, like: Tensor) -> Tensor:
-        """Return one zero of the device and dtype of ``like``, made once: all results share its memory.
-
-        For autograd handles, whose value is never read or written.
-        """
+        """Return one shared zero of ``like``'s device and dtype, for autograd handles: nothing reads its value."""
         key = like.device, like.dtype
         if key not in self._zeros:
             self._zeros[key] = like.new_zeros(1)
@@ -98,7 +95,7 @@ class CommContext:
             stream, side_stream = self._stream("link"), True
             output, work = self.device.launch(lambda: self._after_others(exchange, x), stream)
         elif self.device.is_async and isinstance(exchange, TwoHops):
-            # The relay and the second hop follow the first there, while the current stream goes on.
+            # The relay and the second hop follow the first there, while the current stream continues.
             stream, side_stream = self.stream(exchange.axis), True
             output, work = self.device.launch(lambda: exchange.launch(x), stream)
         else:
@@ -112,11 +109,7 @@ class CommContext:
         return flight
 
     def wait(self, flight: InFlight, metered: bool = True) -> Tensor:
-        """Wait for one exchange and return its output.
-
-        Args:
-            metered: Measure the wait; False if it blocks only a side stream.
-        """
+        """Wait for one exchange and return its output. ``metered`` is False if the wait blocks only a side stream."""
         if flight.work is not None and not metered:
             flight.work.wait()
         elif flight.work is not None:

@@ -26,10 +26,7 @@ def all_gather(value: Json, group: dist.ProcessGroup) -> list[Json]:
 
 
 def gather(value: Json, group: dist.ProcessGroup) -> list[Json] | None:
-    """Return the values of all ranks on the group's first rank, None on the others.
-
-    Raises DistributedError if one is not JSON.
-    """
+    """Return all ranks' values on the group's first rank, else None. Raises DistributedError if one is not JSON."""
     data = _encoded(value, group)
     sizes = _sizes(data, group)
     parts = [data.new_empty(max(sizes)) for _ in sizes] if dist.get_rank(group) == 0 else None

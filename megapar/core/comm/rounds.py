@@ -77,10 +77,9 @@ def _places(grid: Grid, axis: str) -> tuple[int, int]:
 
 
 def queue_rounds(stages: int, *, closed: bool) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """Return the queues between neighbouring stages: rounds of groups, each (sender, receiver) or one stage alone.
+    """Return rounds of queues between neighbouring stages: (sender, receiver), or one stage alone.
 
-    Args:
-        closed: The last and the first stage exchange messages too, as interleaved schedules need it.
+    ``closed``: the last and the first stage exchange messages too, as interleaved schedules need it.
     """
     edges = [(stage, stage + 1) for stage in range(stages - 1)]
     if closed and stages > 2:

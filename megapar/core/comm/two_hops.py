@@ -3,7 +3,7 @@
     there   first hop between nodes    relay: a row for each rank    second hop within the node
     back    first hop within the node  relay: sums of the rows       second hop between nodes
 
-On an accelerator all three run on the axis' own stream, and the host goes on. On a CPU the host relays. It does so
+On an accelerator all three run on the axis' own stream, and the host continues. On a CPU the host relays. It does so
 where the message between nodes, the slow one, stays in flight as long as that of a plain all-to-all would: right after
 the launch if the first hop is within the node, and in the wait if it is between nodes.
 """

@@ -250,26 +250,26 @@ class World:
         return None if self._store is None else dist.PrefixStore(name, self._store.clone())  # type: ignore[attr-defined]
 
     def spare_group(self, name: str) -> dist.ProcessGroup | None:
-        """Create a group of all ranks on the host for background threads; None for a single rank.
-
-        Every rank calls this for the same groups in the same order.
-        """
+        """Create a group of all ranks on the host for background threads, None for a single rank. Collective."""
         if self.grid.world_size == 1:
             return None
         return self._make_group((name,), tuple(range(self.grid.world_size)), "gloo")
 
-    def make_nodes(self, ranks: int) -> None:
+    def make_nodes(self, node_ranks: int) -> None:
         """Divide the axis ``ep`` by node: ``axis("ep").nodes`` is then set, for dispatch by node.
 
         Every rank calls this once, at the same place, before it builds a model.
 
-        Raises DistributedError if ep is not several whole nodes of this size.
+        Raises DistributedError if ep is not several nodes of ``node_ranks`` ranks.
         """
         ep = self.axis("ep")
-        if ep.size % ranks or ep.size == ranks:
-            raise DistributedError(f"the {ep.size} ranks of ep are not several nodes of {ranks} ranks of ep")
-        start = ep.rank - ep.rank % ranks
-        members = {"ep_between": ep.ranks[ep.rank % ranks :: ranks], "ep_within": ep.ranks[start : start + ranks]}
+        if ep.size % node_ranks or ep.size == node_ranks:
+            raise DistributedError(f"the {ep.size} ranks of ep are not several nodes of {node_ranks} ranks of ep")
+        start = ep.rank - ep.rank % node_ranks
+        members = {
+            "ep_between": ep.ranks[ep.rank % node_ranks :: node_ranks],
+            "ep_within": ep.ranks[start : start + node_ranks],
+        }
         axes = []
         for name, group_ranks in members.items():
             group = self._make_group((name,), group_ranks) if len(group_ranks) > 1 else None

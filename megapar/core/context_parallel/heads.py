@@ -80,7 +80,7 @@ class _DealQueries(torch.autograd.Function):
 def own_heads(expansion: Expansion, cp: Axis) -> Expansion:
     """Return the expansion of latents to this cp rank's share of the heads.
 
-    Its gradient covers these heads alone. If it is deferred, zeros are put in the place of the other heads'.
+    Its gradient covers these heads alone. A deferred one has zeros for the other heads.
     """
     whole, later = expansion.weight, expansion.defer_wgrad
     heads = whole.shape[0] // cp.size

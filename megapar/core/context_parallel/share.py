@@ -65,10 +65,7 @@ class Share:
         return [rank * self.mp.size + part for rank in self.layout.order(number) for part in range(self.mp.size)]
 
     def places(self, own_length: int, number: int | None = None) -> tuple[HeldRun, ...]:
-        """Return the runs of all ranks in order of position, with ``own_length`` positions on each rank.
-
-        number: the slice that these positions belong to; None: they are the whole sequence.
-        """
+        """Return all ranks' runs in order of position, ``own_length`` positions each. number: their slice, or None."""
         if number is not None:
             return tuple(HeldRun(rank, 0, own_length) for rank in self.slice_order(number))
         return self.layout.places(own_length * self.size, self.mp.size)
@@ -83,20 +80,14 @@ class Share:
         return Runs(mine, most, tuple(index_of[number] for number in range(len(places))))
 
     def sort(self, x: Tensor, order: Sequence[int]) -> Tensor:
-        """Reorder the entries of [n, ..] as ``slice_order`` or ``runs`` returns.
-
-        The host waits for the device once per new order; its indices stay on the device.
-        """
+        """Reorder [n, ..] as ``slice_order`` or ``runs`` returns. The host waits for the device once per new order."""
         key = tuple(order)
         if key == tuple(range(x.shape[0])):
             return x
         return x.index_select(0, self._indices.of(key, x.device, lambda: key))
 
     def in_order(self, x: Tensor, own_length: int, number: int | None = None) -> Tensor:
-        """Reorder [size * own_length * n, ..] from rank order to position order; each position has n adjacent rows.
-
-        number: see ``places``.
-        """
+        """Reorder [size * own_length * n, ..], n rows per position, from ranks to positions. number: see ``places``."""
         per_position = x.shape[0] // (self.size * own_length)
         rows = [
             slice((p.rank * own_length + p.start) * per_position, (p.rank * own_length + p.stop) * per_position)
@@ -105,10 +96,7 @@ class Share:
         return torch.cat([x[own] for own in rows]) if len(rows) > 1 else x
 
     def own(self, x: Tensor, own_length: int, number: int | None = None) -> Tensor:
-        """Select this rank's [own_length * n, ..] of [size * own_length * n, ..] in position order.
-
-        On this rank's rows the inverse of ``in_order``.
-        """
+        """Select this rank's [own_length * n, ..] of positions in order: the inverse of ``in_order`` on its rows."""
         per_position = x.shape[0] // (self.size * own_length)
         parts, offset = [], 0
         for place in self.places(own_length, number):

@@ -1,4 +1,4 @@
-"""Devices that compute beside the host: GPUs of NVIDIA and AMD, and Ascend NPUs by torch_npu.
+"""Devices that compute asynchronously to the host: GPUs of NVIDIA and AMD, and Ascend NPUs by torch_npu.
 
 AMD's build of torch (ROCm) has NVIDIA's names: its device type is cuda, RCCL is nccl. What only NVIDIA's GPUs have is
 asked by ``torch.version.hip``. No AMD GPU has been run on.
@@ -37,11 +37,7 @@ LEAST_BYTES = 1 << 20
 
 
 class Accelerator(Device):
-    """Base class of CUDA and Ascend devices, by torch's device module of their type.
-
-    Attributes:
-        module: ``torch.cuda`` or ``torch.npu``.
-    """
+    """Base class of CUDA and Ascend devices; ``module`` is ``torch.cuda`` or ``torch.npu``."""
 
     is_async = True
 
@@ -321,10 +317,7 @@ def available(kind: str) -> bool:
 
 
 def pick(kind: str, local_rank: int = 0) -> Device:
-    """Return the device of this kind for a rank; ``auto`` selects a GPU, else an NPU, else the CPU.
-
-    Raises ConfigError if this machine does not have the requested kind.
-    """
+    """Return the device of this kind; ``auto``: a GPU, else an NPU, else the CPU. Raises ConfigError without it."""
     classes: dict[str, type[Device]] = {"cuda": CudaDevice, "npu": NpuDevice, "cpu": Device}
     if kind == "auto":
         kind = next(name for name in classes if available(name))

@@ -82,7 +82,7 @@ def _update(piece: TensorPiece, tensors: Tensors, step: AdamWStep) -> None:
 
 
 def _square_root(x: Tensor) -> Tensor:
-    """Return the square root, rounded correctly. On a CPU that of fp32 errs in the last bit now and then (MKL).
+    """Return the square root, rounded correctly. On a CPU that of fp32 sometimes errs in the last bit (MKL).
 
     A square root in fp64 is never so near the middle of two neighbours in fp32 that a second rounding errs.
     """

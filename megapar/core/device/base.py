@@ -101,10 +101,7 @@ class Device:
         return None
 
     def group_options(self, names: Collection[str], timeout: timedelta, *, queue: bool) -> Any:
-        """Return argument ``pg_options`` of a new group that the axes ``names`` share; None for defaults.
-
-        queue: the group is a queue between two pipeline stages.
-        """
+        """Return ``pg_options`` of a group of the axes ``names``, or of a pipeline's ``queue``; None: defaults."""
         return None
 
     @property
@@ -160,10 +157,7 @@ class Device:
         return f"the device is {self.name}"
 
     def grouped_lacks(self, dtype: torch.dtype, widths: Sequence[int]) -> str:
-        """Return the reason why grouped GEMM has no kernel here that runs without the counts on the host; "" if it has.
-
-        widths: features of the rows and of the products.
-        """
+        """Return why no grouped GEMM runs here without counts on the host, or "". widths: of rows and products."""
         if dtype not in GROUPED_DTYPES:
             return f"no kernel takes {spelled(dtype)}"
         odd = [width for width in widths if width * dtype.itemsize % ALIGNMENT_BYTES]

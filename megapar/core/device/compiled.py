@@ -71,9 +71,9 @@ class Compiled:
         self._backend, self._most_forms = backend, most_forms
 
     def __call__(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Call the function, and compile it at the first call of each form.
+        """Call the function, compiled at the first call of each form.
 
-        If that fails, the function runs uncompiled from then on, with one warning per function.
+        If compiling fails, it runs uncompiled from then on, with one warning per function.
         """
         forms = self.functions.setdefault(function, {})
         form = None if function.__qualname__ in self.given_up else _form(function, arguments)

@@ -23,10 +23,7 @@ def widest(device: torch.device) -> torch.dtype:
 
 @dataclass(frozen=True)
 class WeightProduct:
-    """The product left [M, K] @ right [K, N] that is the gradient of a weight.
-
-    It is called like any function that computes a gradient, or added to a sum by its factors.
-    """
+    """The product left [M, K] @ right [K, N], a weight's gradient: called for it, or added to a sum by its factors."""
 
     left: Tensor
     right: Tensor

@@ -151,10 +151,7 @@ def order_runs_cuda(counts_NSL: Tensor, room: int, rows: int) -> RowOrder:
 
 
 def order_equal_runs_reference(like: Tensor, sources: int, experts: int, length: int) -> RowOrder:
-    """Return ``order_runs_reference`` if each of ``sources`` sends ``length`` rows to each expert.
-
-    like: a tensor of the device.
-    """
+    """Return ``order_runs_reference`` if each source sends ``length`` rows per expert, on the device of ``like``."""
     place_P = torch.arange(sources * experts * length, device=like.device)
     pair_R = place_P.view(sources, experts, length).transpose(0, 1).flatten()
     row_P = place_P.view(experts, sources, length).transpose(0, 1).flatten()

@@ -32,8 +32,7 @@ def grouped_linear_reference(
 ) -> Tensor:
     """Multiply each row by the transposed weight of its expert, to [R, O], expert by expert. Waits for the counts.
 
-    Args:
-        ends: Returns ``row_ends`` of the counts, which several products share; None: a form that needs it computes it.
+    ends: Returns ``row_ends`` of the counts, which several products share; None: a form that needs it computes it.
     """
     pieces = rows_RI.split(counts_E.tolist())
     # unbind instead of indexing: its backward stacks once, and does not add E tensors of the full size.

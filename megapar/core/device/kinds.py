@@ -55,7 +55,7 @@ class DeviceClass:
         least_document: Least positions of causal documents that are calls of whole samples instead of one for variable
             lengths, if none is shorter; 0 for none.
         document_step: Multiple of positions to which such documents are filled.
-        beside_blocks: Time of a step beside so many held multiprocessors, relative to that alone.
+        beside_blocks: Time of a step while this many multiprocessors are held, relative to that alone.
     """
 
     tile: tuple[int, int]

@@ -19,10 +19,7 @@ _DEVICE = torch.ops.prim.device.default
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Tracker of all storages that operators allocate inside the context, until they are freed.
-
-    Resized storages count with their current size (FSDP2 frees gathered parameters by resizing).
-    """
+    """Tracker of the storages that operators allocate in the context, until they are freed, or resized by FSDP2."""
 
     def __init__(self) -> None:
         super().__init__()

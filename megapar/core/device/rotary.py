@@ -103,7 +103,7 @@ def _joined(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 class _SplitHeads(torch.autograd.Function):
-    """Split of qkv [B, S, G, Q + 2, D] into views, as far as they are."""
+    """Split of qkv [B, S, G, Q + 2, D] into views where possible."""
 
     @staticmethod
     def forward(ctx: Any, qkv: Tensor) -> Heads:

@@ -59,12 +59,12 @@ def takes_rows(rows: Tensor, choices: int = 1) -> bool:
 
 
 def takes_experts(experts: Tensor, num_experts: int) -> bool:
-    """Return True if the kernels sort pairs of so many experts."""
+    """Return True if the kernels sort pairs of this many experts."""
     return usable(experts.device) and num_experts <= MOST_EXPERTS
 
 
 def takes_runs(like: Tensor, runs: int) -> bool:
-    """Return True if the kernel orders so many runs of rows."""
+    """Return True if the kernel orders this many runs of rows."""
     return usable(like.device) and 0 < runs <= MOST_RUNS
 
 
@@ -103,10 +103,7 @@ def rotary_heads_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: 
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the log-probabilities [N] of labels [N] int64 for logits [N, V], and the gradient of the sum of losses.
-
-    The gradient is [N, V] of ``dtype``.
-    """
+    """Return the log-probabilities [N] of labels [N] for logits [N, V] and the losses' gradient [N, V] in ``dtype``."""
     lse, log_p = torch.ops.megapar.log_probabilities(logits, labels)
     return log_p, torch.ops.megapar.gradient_of_logits(logits, labels, lse, dtype)
 
@@ -407,10 +404,7 @@ def _in_place(*_: Any) -> None:
 
 
 def _register(module: str, signature: str, results: Callable[..., Any]) -> None:
-    """Register an operator of this schema, whose results are allocated, and filled by the kernel of its name.
-
-    results: Returns None for an operator that only changes an argument.
-    """
+    """Register an operator whose kernel fills what ``results`` allocates; None: it only changes an argument."""
     name = signature.partition("(")[0]
 
     def compute(*arguments: Any) -> Any:

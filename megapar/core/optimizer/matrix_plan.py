@@ -37,7 +37,7 @@ class Matrix:
 
 
 def flops(rows: int, columns: int, steps: int) -> int:
-    """Return the floating point operations of so many Newton-Schulz iterations of one matrix."""
+    """Return the floating point operations of this many Newton-Schulz iterations of one matrix."""
     small, large = sorted((rows, columns))
     return steps * (4 * small * small * large + 2 * small**3)
 
@@ -88,11 +88,7 @@ class MatrixPlan:
 
 @dataclass(frozen=True)
 class Holders:
-    """The ranks that have the pieces of a matrix, by their places among those of the stage.
-
-    Attributes:
-        parts: Each piece, with the ranks that have it.
-    """
+    """The ranks that have each piece of a matrix, by their places among those of the stage."""
 
     parts: Mapping[Box, Sequence[int]]
 
@@ -139,8 +135,7 @@ def plan_matrices(
 class StageHolders:
     """The holders of a stage's matrices. Layers that are alike share theirs: large models have thousands of matrices.
 
-    Args:
-        boxes: Returns the pieces of a parameter's master weights, of each rank of the stage.
+    ``boxes`` returns the pieces of a parameter's master weights, of each rank of the stage.
     """
 
     def __init__(self, boxes: Callable[[ParameterInfo], Sequence[Box]]) -> None:

@@ -71,10 +71,7 @@ _LEAST_NORM = 1e-7
 
 
 def orthogonalize(x: Tensor, coefficients: Sequence[Coefficients], steps: int) -> Tensor:
-    """Return matrices [n, R, C] with the singular vectors of those in x and singular values near 1.
-
-    Zero stays zero. x is not changed.
-    """
+    """Return matrices [n, R, C] with the singular vectors of x and singular values near 1. Zero stays zero."""
     wide = x if x.shape[-2] <= x.shape[-1] else x.mT
     norm = torch.linalg.vector_norm(wide, dim=(-2, -1), keepdim=True, dtype=_norm_dtype(x.dtype))
     wide = wide / norm.clamp(min=_LEAST_NORM).to(x.dtype)

@@ -13,10 +13,7 @@ from megapar.core.sharding.master_shard import MasterShard
 
 
 class Optimizer:
-    """Updates master shards by a rule; states correspond to ``shards`` one to one.
-
-    pieces: For each shard, the pieces of Hugging Face tensors; only for rules that round.
-    """
+    """Updates master shards by a rule. pieces: For rules that round, each shard's pieces of Hugging Face tensors."""
 
     def __init__(
         self, shards: Sequence[MasterShard], rule: UpdateRule, pieces: Sequence[ShardPieces] | None = None

@@ -27,11 +27,7 @@ def tensor_key(seed: int, name: str) -> int:
 
 @dataclass(frozen=True)
 class TensorRegion:
-    """The region of a parameter that is one Hugging Face tensor, flattened in row-major order.
-
-    Attributes:
-        key: The tensor's ``tensor_key``.
-    """
+    """A region of a parameter: one Hugging Face tensor, flattened in row-major order. ``key``: its ``tensor_key``."""
 
     box: Box
     key: int

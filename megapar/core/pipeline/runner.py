@@ -34,11 +34,7 @@ from megapar.core.tensor_parallel.weight_gradients import WeightGradients
 
 
 class Queues:
-    """This rank's ends of the queues to and from its neighbours.
-
-    Args:
-        axes: (sender, receiver) -> the axis of the two, the sender first.
-    """
+    """This rank's ends of its neighbours' queues. ``axes``: (sender, receiver) -> their axis, the sender first."""
 
     def __init__(self, rank: int, axes: Mapping[tuple[int, int], Axis], device: Device) -> None:
         self.rank = rank
@@ -48,10 +44,7 @@ class Queues:
         self._before = device.event()
 
     def send(self, x: Tensor, to: int) -> dist.Work:
-        """Send ``x`` after all computations launched so far.
-
-        The caller must keep ``x`` alive and unchanged until it has waited for the returned work.
-        """
+        """Send ``x`` after all computations so far. It must stay unchanged until the returned work is waited for."""
         return collectives.send(x, self._axes[self.rank, to], 1)
 
     def receive(self, room: Callable[[], Tensor], source: int, *, early: bool = True) -> tuple[Tensor, dist.Work]:

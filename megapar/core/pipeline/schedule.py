@@ -101,8 +101,7 @@ def min_micro_batches(name: str, num_ranks: int) -> int:
 def make_schedule(name: str, num_ranks: int, chunks_per_rank: int, num_micro_batches: int) -> Schedule:
     """Make the schedule ``name`` for pp x vpp chunks.
 
-    Raises ValueError for fewer micro-batches than ranks (except GPipe), or for several chunks per rank in a schedule
-    that has one.
+    Raises ValueError for fewer micro-batches than ranks (except GPipe), or more chunks per rank than it has.
     """
     if num_micro_batches < min_micro_batches(name, num_ranks):
         raise ValueError(

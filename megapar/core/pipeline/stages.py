@@ -75,14 +75,11 @@ class PipelineLayers:
         return len(self.names) - 2
 
     def starts(self, parts: int, method: str = UNIFORM) -> tuple[int, ...]:
-        """Return the first layer of each of ``parts`` chunks.
+        """Return the first layer of each of ``parts`` chunks. Raises CutError with what is wrong and what is legal.
 
-        Raises CutError, naming what is wrong and what is legal, if the cut is not possible.
-
-        Args:
-            method: ``uniform``: equal numbers of layers, longer chunks last. ``balanced``: minimize the cost of the
-                most expensive chunk. ``layer:REGEX``: distribute the entries whose name matches (ignoring case)
-                evenly; entries before the first match belong to the first chunk. ``0,5,10``: explicit starts.
+        ``method`` is ``uniform`` (equal numbers of layers, longer chunks last), ``balanced`` (the least cost of the
+        most expensive chunk), ``layer:REGEX`` (the entries that match, ignoring case, are distributed evenly, and those
+        before the first match belong to the first chunk), or explicit starts such as ``0,5,10``.
         """
         if parts > self.num_layers:
             raise CutError(f"{self.num_layers} layers cannot fill {parts} chunks; every chunk holds at least one layer")

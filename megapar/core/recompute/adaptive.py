@@ -72,10 +72,8 @@ class Adaptive:
     def end_step(self, peak_bytes: int, in_flight: int, world: Axis, device: torch.device) -> Chosen | None:
         """Count a step; return the choice after the step that makes it, None after all others.
 
-        Raises TrainingError if recomputing every layer still exceeds the budget.
-
-        Args:
-            in_flight: Micro-batches whose activations are kept at once.
+        ``in_flight`` is the number of micro-batches whose activations are kept at once. Raises TrainingError if
+        recomputing every layer still exceeds the budget.
         """
         self._steps += 1
         if self.chosen is not None or self._steps < MEASURED_STEPS:

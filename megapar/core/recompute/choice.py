@@ -10,11 +10,7 @@ NEWEST_WHOLE = 2
 
 
 class LayerSpan(NamedTuple):
-    """Consecutive layers of this rank that run together.
-
-    Attributes:
-        recomputed: The layers form one recomputed unit.
-    """
+    """Consecutive layers of this rank that run together, as one recomputed unit if ``recomputed``."""
 
     start: int
     stop: int

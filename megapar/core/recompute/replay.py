@@ -69,10 +69,7 @@ class Replay:
 
 
 def kept_as_it_is() -> saved_tensors_hooks:
-    """Return a context that saves tensors unchanged, so that reading them triggers no recomputation.
-
-    For small tensors, and for tensors that are kept anyway.
-    """
+    """Return a context that saves tensors as they are (small, or kept anyway): reading them recomputes nothing."""
     return saved_tensors_hooks(_identity, _identity)
 
 

@@ -29,18 +29,12 @@ from megapar.core.torch_names import hooks_of_saved_tensors
 
 
 def recompute_in_backward(function: Callable[..., Tensor], *inputs: Any) -> Tensor:
-    """Return ``function(*inputs)``, keeping only the inputs for its backward.
-
-    The function must launch no collectives and draw random numbers only from streams (``core.random``).
-    """
+    """Return ``function(*inputs)``, keeping only the inputs. It launches no collectives and draws only from streams."""
     return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
 
 
 def without_output(function: Callable[[Tensor], Tensor], x: Tensor, consumer: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return ``consumer(function(x))``, keeping ``x`` and what the consumer saves except its input.
-
-    Megatron's ``CheckpointWithoutOutput``.
-    """
+    """Return ``consumer(function(x))`` without keeping ``function(x)``, as Megatron's ``CheckpointWithoutOutput``."""
     if not torch.is_grad_enabled():
         return consumer(function(x))
     y = recompute_in_backward(function, x)
@@ -95,8 +89,7 @@ class _Layout(NamedTuple):
 class Rematerialized:
     """Inputs of consumers in one forward, which the backward computes again.
 
-    Args:
-        compute: Returns them, in order, outside autograd. It launches no collectives and draws no random numbers.
+    ``compute`` returns them, in order, outside autograd. It launches no collectives and draws no random numbers.
     """
 
     def __init__(self, compute: Callable[[], Sequence[Tensor]]) -> None:

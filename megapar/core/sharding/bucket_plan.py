@@ -54,10 +54,7 @@ def by_unit(rows: Sequence[ParameterInfo], cost: Cost) -> list[PlannedBucket]:
 def by_bytes(
     rows: Sequence[ParameterInfo], cost: Cost, limit_bytes: float, *, whole: bool = False
 ) -> list[PlannedBucket]:
-    """Start a new bucket when the current one has reached ``limit_bytes``.
-
-    A module is never cut. whole: nor is a layer.
-    """
+    """Start a new bucket when one has reached ``limit_bytes``. No module is cut and, with ``whole``, no layer."""
 
     def owner(row: ParameterInfo) -> str:
         return row.unit if whole else _modules(row)[-1]

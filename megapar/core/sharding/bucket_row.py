@@ -119,11 +119,7 @@ def row_length(elements: int, item_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class OptimizerRange:
-    """Elements [start, end) of a row that the optimizer treats alike.
-
-    Attributes:
-        counted: True if this rank counts the range in the global norm.
-    """
+    """Elements [start, end) of a row that the optimizer treats alike; ``counted`` in the norm by this rank."""
 
     start: int
     end: int

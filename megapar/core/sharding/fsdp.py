@@ -208,10 +208,7 @@ def _by_plan(
     together: Sequence[str],
     plan: Sequence[PlannedBucket],
 ) -> list[list[nn.Module]]:
-    """Return the groups of a plan: for each bucket, the modules whose calls need its parameters.
-
-    Buckets of units that share parameters become one group.
-    """
+    """Return the groups of a plan: each bucket's modules, and one group for buckets whose units share parameters."""
     shared = {id(m) for name in together for unit in units[name] for m in unit.modules()}
     joint = [module for name in units if name in together for module in units[name]]
     groups: list[list[nn.Module]] = []
@@ -233,10 +230,7 @@ def _outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
 
 
 def _inner_first(groups: Sequence[list[nn.Module]]) -> list[list[nn.Module]]:
-    """Return the groups in an order in which modules are wrapped before those that contain them.
-
-    A wrapped module takes all parameters below it that no other group has.
-    """
+    """Return the groups, inner modules first: a wrapped module takes all parameters below it that no group has."""
     inside = {id(modules): {id(m) for module in modules for m in module.modules()} for modules in groups}
     left, ordered = list(groups), []
     while left:

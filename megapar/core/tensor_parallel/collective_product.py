@@ -38,8 +38,7 @@ def fused_gather_product(
 ) -> tuple[Tensor | None, Tensor]:
     """Gather x [B, s, I] over the ranks to [B, S, I] and multiply it by right [I, O] (+ bias [O]).
 
-    Returns:
-        (the gathered x, or None unless ``keep``, the product [B, S, O]).
+    Returns (the gathered x, None unless ``keep``; the product [B, S, O]).
     """
     assert axis.group is not None
     collectives.count_all_gather(x, axis)

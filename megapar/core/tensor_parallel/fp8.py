@@ -103,11 +103,7 @@ class _CastSwiglu(torch.autograd.Function):
 
 
 class Fp8Weight:
-    """The casts of the weight of one layer.
-
-    Args:
-        cast: The operator that casts it; None: that of the recipe. ``fp8_experts`` is for stacked weights.
-    """
+    """The casts of a layer's weight by ``cast``, ``fp8_experts`` if it is stacked; None: by the recipe's operator."""
 
     def __init__(self, casts: Fp8Casts, cast: str | None = None) -> None:
         self.casts, self._updates = casts, -1

@@ -62,18 +62,12 @@ class LayerOptions(TypedDict):
 
 
 def local(weight: Tensor) -> Tensor:
-    """Return this rank's shard of a weight, a plain tensor or a DTensor, for one use.
-
-    Inside ``fp32_grad_sums`` the gradient of this use is summed in fp32.
-    """
+    """Return this rank's shard of a weight for one use, whose gradient ``fp32_grad_sums`` sums in fp32."""
     return with_fp32_grad_sum(weight, weight.to_local() if isinstance(weight, DTensor) else weight)
 
 
 def piece_shape(shape: Sequence[int], dim: int, axis: Axis) -> tuple[int, ...]:
-    """Return the shape of this rank's piece of a tensor that is cut along ``dim``.
-
-    Raises ValueError if the axis does not divide the dim.
-    """
+    """Return the shape of this rank's piece of a tensor cut along ``dim``. Raises ValueError if it is uneven."""
     if shape[dim] % axis.size:
         raise ValueError(f"dim {dim} of {tuple(shape)} is not divisible by the {axis.size} ranks of {axis.name}")
     return Box.whole(shape).cut(dim, axis.size, axis.rank).sizes
@@ -85,10 +79,7 @@ def parameter(shape: Sequence[int], dtype: torch.dtype, device: torch.device | s
 
 
 class Linear(nn.Module):
-    """A linear layer y = x w^T + b with the whole weight on every rank.
-
-    x [.., I] @ w [O, I]^T -> y [.., O]
-    """
+    """A linear layer y = x w^T + b with the whole weight on every rank: x [.., I] @ w [O, I]^T -> y [.., O]."""
 
     bias: nn.Parameter | None
 

@@ -80,10 +80,7 @@ class Price:
         return self._leaving(self._cut(layer, whole=True), message) + gathers
 
     def _fused(self, layer: CutLinear) -> float:
-        """Return the seconds of torch's fused operators: a product for each rank's rows.
-
-        torch has them for sequence parallelism only.
-        """
+        """Return the seconds of torch's fused operators (sequence parallelism only): a product per rank's rows."""
         if not self.gathered:
             return self._off(layer)
         _, _, wgrad = self._products(layer)

@@ -71,11 +71,7 @@ class Overlap:
         return self.blocking or self.fused
 
     def cut(self, rows: int, row_bytes: int, products: int = 1) -> list[slice]:
-        """Return slices of ``rows`` rows, the same on every rank with the same arguments.
-
-        Args:
-            products: Rows that are multiplied for each row sent.
-        """
+        """Return slices of ``rows`` rows, equal on all ranks. ``products``: Rows multiplied for each row sent."""
         worth = min(rows * row_bytes // max(1, self.piece_bytes), rows * products // self.least_rows)
         count = max(1, min(self.pieces, rows, worth))
         length = max(1, -(-rows // count))

@@ -41,10 +41,8 @@ class WeightGradients:
     def of(self, parameter: nn.Parameter, piece: int | None = None) -> DeferWgrad:
         """Return the function that a layer calls in its backward with the product of this parameter's gradient.
 
-        It returns the gradient, or None if the product is deferred.
-
-        Args:
-            piece: Index along dim 0 of the part that the product belongs to; None for the whole parameter.
+        It returns the gradient, or None if the product is deferred. ``piece`` is the product's index along dim 0 of the
+        parameter; None for all of it.
         """
 
         def defer(product: Product) -> Tensor | None:
@@ -131,11 +129,7 @@ def linear(
 def linear_onto(
     total: Tensor, x: Tensor, weight: Tensor, defer_wgrad: DeferWgrad | None, ends_unit: Replay | None = None
 ) -> Tensor:
-    """Add x [.., I] @ w [O, I]^T to total [R, O] in place, and return it: the product accumulates by itself.
-
-    Args:
-        total: A sum that no backward reads. R is the number of rows of ``x``.
-    """
+    """Add x [.., I] @ w [O, I]^T in place to total [R, O], which no backward reads; R is the number of rows of x."""
     return _LinearOnto.apply(total, x, weight, defer_wgrad or _now, ends_unit)
 
 

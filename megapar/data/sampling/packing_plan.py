@@ -54,10 +54,7 @@ def one_each(documents: int) -> PackingPlan:
 
 
 def best_fit(lengths: np.ndarray, capacity: int, seed: int) -> PackingPlan:
-    """Return the plan of best-fit decreasing, a function of its arguments alone. ``seed`` orders equal lengths.
-
-    ``lengths`` are [D], from 1 to ``capacity``.
-    """
+    """Return the plan of best-fit decreasing of ``lengths`` [D], 1 to ``capacity``. ``seed`` orders equal lengths."""
     if len(lengths) == 0 or not 1 <= int(lengths.min()) <= int(lengths.max()) <= capacity:
         raise ValueError(f"{len(lengths)} lengths, which must be from 1 to {capacity}")
     order = _longest_first(lengths, capacity, seed)

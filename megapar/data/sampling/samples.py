@@ -195,10 +195,7 @@ class HeldOutOrder:
 
 
 def order_of(pieces: Sized, seed: int | None, stream: str) -> PieceOrder:
-    """Return the order in which a run reads these pieces, or other numbered things.
-
-    Without a seed it is that of held-out pieces. ``stream`` is the purpose of the order.
-    """
+    """Return a run's order of pieces for the purpose ``stream``; without a seed, the order of held-out pieces."""
     if seed is None:
         return HeldOutOrder(pieces, stream)
     return pieces.order(seed, stream) if isinstance(pieces, Ordered) else Order(len(pieces), seed, stream)

@@ -201,10 +201,7 @@ def _permutation(count: int, seed: int, stream: str) -> Permutation:
 def split_rows(
     name: str, field: str, split: Split, tokenizer: Tokenizer, make: Callable[[StreamedRows], Pieces]
 ) -> TrainHeldout[Pieces]:
-    """Return the pieces of a dataset, whose first rows are for training and the next ones held out.
-
-    Raises DataError if the dataset cannot be read.
-    """
+    """Return a dataset's pieces: the first rows are for training, the next held out. Raises DataError."""
     dataset = open_dataset(name, field=field)
     first, last = split.cuts(len(dataset))
     train = make(StreamedRows(dataset, 0, first, tokenizer, name, field))

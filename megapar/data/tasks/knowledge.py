@@ -21,10 +21,7 @@ from megapar.model.ernie3.sizes import KNOWLEDGE_MLM, KNOWLEDGE_TEXT
 
 
 class Lexicon:
-    """Phrases and entities as sequences of ids. Matching takes one pass over a piece, for any number of entries.
-
-    Source: Aho and Corasick 1975, as implemented by pyahocorasick.
-    """
+    """Phrases and entities as sequences of ids, matched in one pass (Aho and Corasick 1975, by pyahocorasick)."""
 
     def __init__(self, entries: Iterable[tuple[int, ...]]) -> None:
         """Add the entries of at least two ids; a single id is already a word."""
@@ -149,10 +146,7 @@ class KnowledgeText:
 
 
 def read_triples(path: str | Path, tokenizer: Tokenizer, split: Split) -> TrainHeldout[Triples]:
-    """Read lines of tab-separated HEAD, RELATION, TAIL, SENTENCE.
-
-    Lines are split by their hash, as documents are. Raises DataError with the number of the first broken line.
-    """
+    """Read tab-separated HEAD, RELATION, TAIL, SENTENCE, split by hash as documents. Raises DataError with the line."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

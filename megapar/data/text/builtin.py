@@ -32,10 +32,7 @@ _HOLDS_STATEMENTS = (ast.stmt, ast.excepthandler, ast.match_case)
 
 
 def documents() -> Iterator[str]:
-    """Yield every document of the built-in text: topics first, then modules in path order.
-
-    Raises DataError if this Python has been stripped of its documentation.
-    """
+    """Yield the built-in text's documents: topics, then modules by path. Raises DataError if Python has none."""
     characters = 0
     for text in _all_documents():
         characters += len(text)

@@ -174,10 +174,7 @@ def file_chunks(kind: str, path: DataFile, field: str = FIELD) -> list[TextChunk
 
 
 def parquet_chunks(path: DataFile, field: str = FIELD) -> list[TextChunk]:
-    """Return one chunk per row group of a parquet file.
-
-    Raises DataError if it cannot be read or has no such column.
-    """
+    """Return one chunk per row group of a parquet file. Raises DataError if it is unreadable or lacks the column."""
     with _parquet_file(path, field) as file:
         return _steps("parquet", str(path), file.num_row_groups, 1, field, getattr(path, "head", None))
 

@@ -227,10 +227,7 @@ def _named(path: str) -> DataFile | Listing:
 
 
 def unread_bytes(paths: Sequence[str], field: str = FIELD) -> int:
-    """Return the number of bytes to read before all content hashes of ``open_sources`` are known.
-
-    Raises the same DataErrors.
-    """
+    """Return the bytes to read before all content hashes of ``open_sources`` are known. Raises its DataErrors."""
     total = 0
     for path in paths:
         named = Path() if path == BUILTIN else _named(path)

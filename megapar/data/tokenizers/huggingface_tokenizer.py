@@ -177,10 +177,7 @@ class HuggingFaceTokenizer:
         return np.array(sorted(ids), dtype=np.int64)
 
     def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids [T] of a text, and the characters [begin, end) of each, [T, 2], both int64.
-
-        Raises DataError if the library does not say them.
-        """
+        """Return a text's ids [T] and the characters [begin, end) of each, [T, 2] int64. Raises DataError."""
         if self._fast is None:
             raise DataError(
                 f"{self._path}: this tokenizer does not say which characters a token is from, which fine-tuning "

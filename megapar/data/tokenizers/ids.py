@@ -13,7 +13,7 @@ from megapar.data.tokenizers.tokenizer import MockTokenizer, NoTokenizer, Tokeni
 from megapar.files.location import at
 from megapar.files.regular_file import read_json
 
-_VERSION = "2"  # version of the facts
+_VERSION = "2"  # increased when the facts change
 _LARGE_BYTES = 16 << 20
 _OF_A_TOKENIZER = re.compile(r"tokenizer|vocab|merges|special_tokens|added_tokens|.*\.(model|tiktoken|spm)$")
 """Files with such names are read at any size, other files up to _LARGE_BYTES."""

@@ -82,7 +82,7 @@ def _aside(folder: Location) -> Location:
 
 
 def _moved(folder: Location, stem: str) -> Location:
-    """Give the folder another name. In an object store, copy files that lie under its own: nothing is renamed there."""
+    """Give the folder another name. An object store renames nothing: copy its files and remove the old ones."""
     store = folder.store
     if not isinstance(store, BucketStore) or store.folder(folder.path) != folder.path:
         return folder.publish_beside(stem)

@@ -148,7 +148,7 @@ def _written(job: EncodeJob, tokenizer: Tokenizer, workers: int, status: Status)
     """Encode the chunks that are not finished yet, and copy each part as soon as all parts before it are finished."""
     folder, total = Path(job.folder), Done()
     starts = [0, *(before.path != chunk.path for before, chunk in pairwise(job.chunks)), 1]
-    files = list(accumulate(starts))  # that are done after so many chunks, if they finish in order
+    files = list(accumulate(starts))  # that are done after this many chunks, if they finish in order
     small = 2 * files[-1] > len(job.chunks)
     status("encoding", 0, files[-1] if small else len(job.chunks), "files" if small else "chunks")
     early: dict[int, Done] = {}

@@ -59,11 +59,7 @@ class Summary(NamedTuple):
 
 @dataclass(frozen=True)
 class MappedFile:
-    """A file as it was when it was mapped. One that was replaced or removed since is still mapped as it was.
-
-    Attributes:
-        status: Its device, inode, size and mtime in nanoseconds.
-    """
+    """A file as it was mapped, even if replaced since. ``status``: device, inode, size, mtime in nanoseconds."""
 
     path: Path
     status: tuple[int, int, int, int]

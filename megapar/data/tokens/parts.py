@@ -58,10 +58,7 @@ class Done:
 
 @contextmanager
 def claimed(folder: Path, key: str) -> Iterator[None]:
-    """Hold the folder, after removing parts of other work.
-
-    Raises DataError if another run holds it, or if it contains other files.
-    """
+    """Hold the folder, cleared of other work's parts. Raises DataError if a run holds it or it has other files."""
     folder.mkdir(parents=True, exist_ok=True)
     mark = folder / KEY
     if not mark.exists() and any(folder.iterdir()):

@@ -106,10 +106,7 @@ class HashesWriter:
 
 
 def read_hashes(prefix: str, documents: int) -> np.memmap | None:
-    """Map the hashes [D] uint64 of a corpus; None if it has no file of hashes.
-
-    Raises DataError if the file is damaged or belongs to another index.
-    """
+    """Map the hashes [D] uint64 of a corpus, None without a file. Raises DataError for damage or another index."""
     path = hashes_path(prefix)
     if not path.exists():
         return None

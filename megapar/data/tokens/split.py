@@ -42,10 +42,7 @@ class Split:
 
     @classmethod
     def parse(cls, text: str) -> Split:
-        """Parse ``95,5`` or ``969,30,1``: the weights of training, held-out and unused documents.
-
-        Raises DataError if they are not weights.
-        """
+        """Parse ``95,5`` or ``969,30,1``: weights of training, held-out and unused documents. Raises DataError."""
         try:
             weights = [float(part) for part in text.split(",")]
         except ValueError:

@@ -174,10 +174,7 @@ class Guards:
         return [guard.vote() for guard in self._voters]
 
     def apply_votes(self, sums: Sequence[int], iteration: int) -> Sequence[int]:
-        """Act on the sums of all ranks' votes. Raises TrainingError, on every rank, if a rank has found something.
-
-        Returns the remaining sums, which are not votes of guards.
-        """
+        """Act on the sums of all ranks' votes; return the other sums. Raises TrainingError on every rank."""
         count = len(self._voters)
         for guard, votes in zip(self._voters, sums[:count], strict=True):
             if votes:

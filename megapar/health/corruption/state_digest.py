@@ -32,10 +32,7 @@ class FlatRange:
 
 
 def rotation(sizes: Sequence[int], steps: int) -> list[list[FlatRange]]:
-    """Divide tensors into ``steps`` groups of pieces with nearly equal numbers of elements.
-
-    Small tensors are not cut, so that a group may be empty.
-    """
+    """Divide tensors into ``steps`` groups of nearly equal size. Small ones stay whole, so that groups may be empty."""
     starts = [0, *itertools.accumulate(sizes)]
     groups: list[list[FlatRange]] = []
     for number in range(steps):
@@ -276,7 +273,7 @@ class OffloadedDigest(SplitDigest):
         self._end_update()
 
     def reset(self) -> None:
-        """Forget all parts, also those in the slots."""
+        """Forget all parts."""
         self._expected, self._next = {}, {}
 
     def _end_update(self) -> None:

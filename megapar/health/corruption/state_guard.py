@@ -160,10 +160,7 @@ class StateGuard:
         return seconds_of_turn(sample, self._total_bytes, job.world.device, self._clock)
 
     def _choose(self) -> tuple[int, int]:
-        """Return the number of steps in which all parts are compared, and the number of parts.
-
-        The steps are those of the slowest rank, on every rank.
-        """
+        """Return the steps in which all parts are compared, those of the slowest rank, and the number of parts."""
         job = self._job
         step = min(self._step_seconds[1:])
         seconds = statistics.median(self._trial_seconds[1:])  # the first one also loads kernels

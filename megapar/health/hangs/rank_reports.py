@@ -113,11 +113,7 @@ def _within(entry: Report, section: str) -> list[Mapping[str, Any]]:
 
 
 def headline(overdue: Overdue, limit: str) -> str:
-    """Return the first line of the watchdog's text.
-
-    Args:
-        limit: The origin of its limit, such as a flag; "" if no flag sets one.
-    """
+    """Return the first line of the watchdog's text. ``limit``: what sets the limit, such as a flag, or ""."""
     what = f"{overdue.name} {overdue.detail}".strip()
     if not overdue.limit:
         limit = "and another rank has raised the alarm"

@@ -27,8 +27,7 @@ _POLL_SECONDS = 1.0
 def be_launcher(environ: MutableMapping[str, str], job: str) -> None:
     """Record this process in the environment of the ranks, which then end with it.
 
-    Args:
-        job: The ranks' TORCHELASTIC_RUN_ID, so that the record does not apply to processes which the ranks start.
+    ``job`` is their TORCHELASTIC_RUN_ID: the record does not apply to processes that the ranks start.
     """
     environ[LAUNCHER] = f"{os.getpid()} {started(os.getpid()) or '-'} {_namespace()} {job}"
 
@@ -85,8 +84,7 @@ def end_with_launcher(environ: Mapping[str, str] = os.environ) -> None:
 def end_with(pid: int, start: str | None = None) -> None:
     """Start a thread that ends this process with status 1 within two seconds of another process's end.
 
-    Args:
-        start: Its start time from ``started``; None if it is the parent of this process.
+    ``start`` is the other's start time from ``started``; None if it is the parent of this process.
     """
     name = f"megapar-end-with-{pid}"
     if all(thread.name != name for thread in threading.enumerate()):

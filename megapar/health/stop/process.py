@@ -86,10 +86,7 @@ class Process:
 
 
 def fields_of(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat from the third on: state, parent, ... Raises OSError for a missing process.
-
-    The second field is the command in parentheses, which may contain any bytes.
-    """
+    """Return the fields of /proc/PID/stat after the command, which may contain any bytes. Raises OSError."""
     return (_PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
 
 

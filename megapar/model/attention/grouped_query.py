@@ -62,7 +62,7 @@ class _Heads(NamedTuple):
         out: Input features of the output projection.
         kept: Bytes kept of queries, keys and values, including those kept to rotate and normalize them.
         moved: Bytes that kernels before the core read and write in the forward, half of those in the backward.
-        read: Bytes beside the core's result that count as moved in the core.
+        read: Bytes besides the core's result that count as moved in the core.
     """
 
     N: float
@@ -189,7 +189,7 @@ def _core(operators: Operators, shape: AttentionShape, heads: _Heads) -> OpCost:
     if shape.windowed and view.kernels == "cpu" and shape.sizes.flash:
         # Tiles: sums of gradients in fp32, and of a tile its reversed inputs, output and gradients.
         transient += t * D * (view.wide_bytes * (N + 2 * G) + e * (4 * N + 4 * G))
-        if view.cp == 1:  # the output head by head, beside that of each position for the projection
+        if view.cp == 1:  # the output head by head, besides that of each position for the projection
             kept += e * t * heads.out
     sent = operators.communication.context(2 * t * N * D, 2 * t * G * D, G)
     if shape.windowed and view.attends_blockwise:
@@ -205,7 +205,7 @@ def _exchanged(operators: Operators, heads: _Heads, *, blockwise: bool) -> tuple
     view = operators.view
     t, e, w, columns = view.tokens, view.item_bytes, view.wide_bytes, 2 * view.tokens * heads.G * heads.D
     out = e * t * heads.out
-    if blockwise:  # kept: the output head by head, beside that of each position for the projection
+    if blockwise:  # kept: the output head by head, besides that of each position for the projection
         kept = out
         if view.ring:  # sums in fp32; keys, values and their gradients of two ranks
             transient = w * t * heads.out + 2 * columns * (e + w)

@@ -201,7 +201,7 @@ class LatentCosts:
         )
 
     def _core(self) -> OpCost:
-        """Return the cost of softmax(q k^T) v, which causal attention's lower half is."""
+        """Return the cost of softmax(q k^T) v, of whose scores causal attention computes half."""
         view, N, V = self._view, self._N, self.sizes.value_dim
         t, e, w = view.tokens, view.item_bytes, view.wide_bytes
         out, joined = N * V, N * (self.sizes.key_dim + V)

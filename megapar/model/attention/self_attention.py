@@ -3,7 +3,7 @@
     x -> project -> q, k, v -> core -> y -> output        forward = output(core(project(x)))
 
 ``project`` may return more tensors [B, S, ..] after v, such as gates, which go past the core to ``output``. A kind that
-can make k and v again from them (``remake``) does not keep k and v for the core's backward.
+can make k and v again from them (``remade``) does not keep k and v for the core's backward.
 
 A kind is a subclass of ``SelfAttention``, named by its ``AttentionKind``. It owns the weights, computes queries, keys
 and values of this rank's positions (``project``) and projects heads to hidden features (``output``). The core is the
@@ -121,8 +121,8 @@ class SelfAttention(nn.Module, ABC):
     def project_memory(self, memory: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys [B, M, G, D] and values [B, M, G, V] of earlier positions (ERNIE 3.0's recurrence).
 
-        Raises NotImplementedError for kinds without a memory.
-        memory: hidden states, [B, M, H], without gradient and whole on all mp ranks.
+        memory: hidden states [B, M, H], without gradient, whole on all mp ranks. Raises NotImplementedError for kinds
+        without a memory.
         """
         raise NotImplementedError(f"{type(self).__name__} has no memory of earlier segments. Define project_memory.")
 
@@ -138,10 +138,7 @@ class SelfAttention(nn.Module, ABC):
         return None if self.sizes.rope is None else context.angles[self.sizes.rope]
 
     def remaker(self) -> Callable[..., tuple[Tensor, Tensor]] | None:
-        """Return a function that makes k and v from what ``project`` returned after them, with the present weights.
-
-        The default returns None: k and v are kept for the core's backward.
-        """
+        """Return what makes k and v from the results of ``project`` after them; None, the default: they are kept."""
         return None
 
     def remade(self, context: Context, more: Callable[[], Sequence[Tensor]]) -> Rematerialized | None:
@@ -156,10 +153,7 @@ class SelfAttention(nn.Module, ABC):
         return None if make is None else Rematerialized(lambda: make(*more()))
 
     def expansion(self) -> Expansion | None:
-        """Return the weight that makes keys and values of the k and v of ``project``, which cp ranks send.
-
-        The default returns None: they are keys and values.
-        """
+        """Return the weight that makes keys and values of ``project``'s k and v; None, the default: they are these."""
         return None
 
     def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:

@@ -35,7 +35,7 @@ def alternating_settings(
     """Return the settings of a class with one kind of layers, with those of windows and of rotary positions replaced.
 
     Args:
-        every: Of so many layers the last one sees all keys, if ``layer_types`` does not say.
+        every: One layer in this many sees all keys, the last, if ``layer_types`` does not say.
         full: Base of the rotary angles in layers that see all keys, if config.json does not say.
         window: Base in layers with a window.
         old_every: Old key of ``every``; "" for a class without one.

@@ -100,7 +100,7 @@ class DecoderCost(ModelCost):
         return self.sizes.moe_at(number), self.sizes.window_at(number), self.sizes.rope_at(number) is not None
 
     def _attention(self, window: int, rotary: bool) -> list[OpCost]:
-        """Return the operators of attention in a window of so many keys; 0: of all."""
+        """Return the operators of attention in a window of this many keys; 0: of all."""
         mask = AttentionMask(1, self.view.seq_length, self.sizes.attention.causal).within(window)
         shape = AttentionShape(self.sizes.attention, (mask,), rotary)
         return kind_of(shape.sizes).costs(self._operators, shape)

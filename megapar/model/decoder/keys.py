@@ -364,10 +364,7 @@ def _ernie_layers(config: Json) -> list[int]:
 def _expert_layers(
     name: str, legal: Check, layers: Callable[[Json], list[int]], from_flags: Callable[[Settings], Any]
 ) -> tuple[Setting, Setting]:
-    """Return the settings of a key that decides which layers have experts: the leading dense layers, and the pattern.
-
-    layers: Returns the numbers of the layers with experts.
-    """
+    """Return the settings of a key that places the experts: leading dense layers and pattern. layers: their numbers."""
 
     def flag(number: int) -> Callable[[Json], Any]:
         return lambda config: flags_of(layers(config), config["num_hidden_layers"])[number]

@@ -21,10 +21,7 @@ _OTHER = re.compile(r"[^\d\s,+*()\[\]]|,\s*\]")  # no part of such an expression
 
 
 def listed(text: str) -> Pattern | None:
-    """Return the list that an expression of lists stands for; None for a number.
-
-    Raises ValueError if the text is neither.
-    """
+    """Return the list that an expression of lists stands for, None for a number. Raises ValueError for other text."""
     value = listed_or_number(text)
     return None if isinstance(value, int) else value
 

@@ -16,10 +16,7 @@ SAME = "same"  # layers with a window have the rope of the others
 
 
 def to_rope(text: str) -> Rope | None:
-    """Return the rope of layers with a window: a base, or an object; None for that of the others.
-
-    Raises ValueError for another text.
-    """
+    """Return the rope of layers with a window, a base or an object; None: the others'. Raises ValueError."""
     if text == SAME:
         return None
     try:

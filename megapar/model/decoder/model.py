@@ -288,10 +288,7 @@ class Decoder(nn.Module):
         return [self.sizes.routed_layers.index(number) for number in self.expert_layers()]
 
     def expert_layers(self) -> dict[int, MoeLayer]:
-        """Return this rank's layers of experts by the number of their block, in ascending order.
-
-        That of multi-token prediction has the number after the last layer's.
-        """
+        """Return this rank's layers of experts by block number, ascending; the prediction block's is after the last."""
         blocks = {int(name): self.layers[name] for name in sorted(self.layers, key=int)}
         if self.mtp is not None:
             blocks[self.sizes.num_layers] = self.mtp.block

@@ -79,8 +79,8 @@ class Mtp(nn.Module):
     def forward(self, hidden: Tensor, tokens: Tensor, word: Tensor, context: Context) -> tuple[Tensor, MoeStats | None]:
         """Return the input of the head, [B, S(/mp), H], and the routing statistics of a block with experts.
 
-        The model's final norm comes first for a block without a separate norm. The arguments are the output of the
-        model's final norm [B, S(/mp), H], tokens from ``following`` [B, S] and the embedding's weight [V/mp, H].
+        After a block without a norm, the caller applies the model's final norm. The arguments are the output
+        of the model's final norm [B, S(/mp), H], tokens from ``following`` [B, S] and the embedding's weight [V/mp, H].
         """
         embedded = look_up(tokens, word, self.first_token, self.mp, sequence_parallel=self.sequence_parallel)
         both = torch.cat((self.embedding_norm(embedded), self.hidden_norm(hidden)), dim=-1)

@@ -41,9 +41,7 @@ _WHOLE = "but this class rotates whole heads: partial_rotary_factor must be 1"
 def rope_settings(partial: float | None = None) -> tuple[Setting, ...]:
     """Return the settings of rotary positions.
 
-    Args:
-        partial: Share of a head that the class rotates if config.json does not say; None for a class that always
-            rotates whole heads.
+    ``partial``: Share of a head that the class rotates if config.json does not say; None: always whole heads.
     """
     main = Setting(
         "rope_parameters",

@@ -435,10 +435,7 @@ class DecoderSizes(ModelSizes):
         return (*self.moe_layers, *((self.num_layers,) if self.moe_at(self.num_layers) is not None else ()))
 
     def moe_at(self, layer: int) -> MoeSizes | None:
-        """Return the experts of layer ``layer``; None for a dense layer.
-
-        The multi-token prediction block has the number ``num_layers``.
-        """
+        """Return the experts of a layer, None if it is dense. The prediction block has the number ``num_layers``."""
         if layer == self.num_layers and self.ends_as_layer:
             return self.moe_at(layer - 1)
         if self.moe is None or not self.first_k_dense <= layer < self.num_layers:

@@ -11,7 +11,7 @@ from megapar.model.parameter import ALL, HfPiece, ParameterSpec, bias_row, fused
 from megapar.moe.sizes import MoeSizes
 
 _OUTPUTS = ("post_attention_layernorm", "post_feedforward_layernorm")
-_FIRST_NORMS = {  # of attention and of the MLP; those of outputs beside them are ``_OUTPUTS``
+_FIRST_NORMS = {  # of attention and of the MLP; those of outputs are ``_OUTPUTS``
     "input": ("input_layernorm", "post_attention_layernorm"),
     "output": _OUTPUTS,
     "both": ("input_layernorm", "pre_feedforward_layernorm"),

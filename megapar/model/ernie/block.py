@@ -93,10 +93,7 @@ class ErnieBlock(nn.Module):
         return self.add(x, self.mlp(x), context, "mlp"), None
 
     def add(self, x: Tensor, y: Tensor, context: Context, half: str = "attention", place: str = "") -> Tensor:
-        """Return norm(x + dropout(y)), [B, S(/mp), H], for the output y of a half.
-
-        place: Suffix of the dropout's random stream.
-        """
+        """Return norm(x + dropout(y)), [B, S(/mp), H], for a half's output y. place: Suffix of the dropout's stream."""
         norm, layer = self.mlp_norm if half == "mlp" else self.attention_norm, self._output(half)
         if layer.bias is None or not (layer.leaves_bias and in_one_kernel(y)):
             return norm.after(x, self.drop(y, context, half + place))[1]

@@ -68,10 +68,7 @@ def _ernie_head(sizes: ErnieSizes) -> list[ParameterSpec]:
 
 
 def word_head_rows(name: str, shape: tuple[int, int], vocab_size: int, hf: str) -> list[ParameterSpec]:
-    """Return the rows of a masked-word head: a transform [H, features], a norm and the vocabulary's bias.
-
-    The word embedding is the output layer.
-    """
+    """Return a masked-word head's rows: transform [H, features], norm, bias; the word embedding is its output layer."""
     rows = linear_rows(f"{name}.transform", shape, f"{hf}.transform.dense")
     norm = norm_rows(f"{name}.norm", shape[0], f"{hf}.transform.LayerNorm", "head")
     rows += [replace(row, mp_partial="never") for row in norm]

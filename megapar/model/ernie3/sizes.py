@@ -25,10 +25,7 @@ DEFAULT_TASKS = "knowledge_mlm:1.0,document_lm:1.0,sentence_reorder:0.5,sentence
 
 
 def tasks_of(text: str | None) -> Mapping[str, Fraction]:
-    """Parse ``knowledge_mlm:1.0,document_lm:0.5`` to shares of the samples, in the order of TASKS.
-
-    Raises ValueError for unknown or repeated names, and for weights that are malformed, negative or all 0.
-    """
+    """Parse ``knowledge_mlm:1.0,document_lm:0.5`` to shares of the samples, in TASKS's order. Raises ValueError."""
     weights: dict[str, Fraction] = {}
     for item in (text or DEFAULT_TASKS).split(","):
         name, _, weight = item.strip().partition(":")

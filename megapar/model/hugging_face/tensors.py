@@ -63,10 +63,7 @@ def unpacked(blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 def rotated_dim(architecture: PublishedArchitecture, spec: ParameterSpec, piece: HfPiece) -> int | None:
-    """Return the dim of the parameter whose rows the class stores in another order; None if the order is the same.
-
-    Only the leading ``spec.rotated`` rows of that dim are in another order.
-    """
+    """Return the dim whose first ``spec.rotated`` rows the class stores in another order, or None."""
     if not architecture.rotary_halves or not _ROTATED.search(architecture.hf_name(piece.hf_name) or ""):
         return None
     return min(len(spec.shape) - 1, 2)  # a norm [D] or [N, D]; qkv [G, Q + 2, D, ..]

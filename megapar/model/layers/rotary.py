@@ -37,10 +37,7 @@ class RotaryEmbedding:
         self._factor: float | Tensor = 1.0 if scaling is None else scaling.rotated_factor
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (cos, sin) of the angles, each [B, S, D / 2] in max(fp32, dtype), for positions [B, S].
-
-        yarn's factor on rotated features is part of both.
-        """
+        """Return (cos, sin) [B, S, D / 2] in max(fp32, dtype) for positions [B, S], times yarn's factor if rotated."""
         if self._frequencies is None or self._frequencies.device != positions.device:
             self._frequencies = self._make_frequencies(positions.device)
         angles = positions.unsqueeze(-1) * self._frequencies

@@ -49,12 +49,9 @@ def first_failure(files: Iterable[str]) -> Failure | None:
 
 
 def is_refusal(failures: Mapping[int, Any]) -> bool:
-    """Return True if the run was refused.
+    """Return True if the run was refused. ``failures``: rank -> torch's ProcessFailure.
 
     A rank must have the status of a refusal, and the earliest failure must be a refusal or the agent's SIGTERM.
-
-    Args:
-        failures: Rank -> torch's ProcessFailure.
     """
     first = min(failures.values(), key=lambda failure: failure.timestamp)
     refused = any(failure.exitcode == REFUSED for failure in failures.values())
@@ -167,11 +164,7 @@ class PendingKills:
         self._since: dict[int, float] = {}
 
     def stuck(self, pids: Mapping[int, int]) -> list[int]:
-        """Return the ranks whose process should have ended ``KILL_SECONDS`` ago.
-
-        Args:
-            pids: Rank -> process number.
-        """
+        """Return the ranks of ``pids`` whose process should have ended ``KILL_SECONDS`` ago."""
         now = time.monotonic()
         dying = {pid for pid in pids.values() if any(_has_pending_kill(task) for task in _tasks(pid))}
         self._since = {pid: self._since.get(pid, now) for pid in dying}

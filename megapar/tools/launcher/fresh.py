@@ -154,12 +154,9 @@ def _become_rank(environ: Mapping[str, str], files: Sequence[int]) -> None:
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Run ``python ARGUMENTS`` in this process.
+    """Run ``python ARGUMENTS`` in this process, where these are [-u] SCRIPT FLAGS...
 
     This process was started without a script folder on sys.path (run_module.py), so the script's folder is added.
-
-    Args:
-        arguments: [-u] SCRIPT FLAGS...
     """
     command = [*arguments[1:]] if arguments[0] == "-u" else [*arguments]
     sys.orig_argv = [sys.executable, *arguments]

@@ -104,10 +104,7 @@ def _make_log_folder(path: str) -> None:
 
 
 def _meet(launch: Launch) -> MeetingPlace:
-    """Return the place where the nodes meet.
-
-    Raises DistributedError, and ConfigError if the secret is invalid or is required and missing.
-    """
+    """Return where the nodes meet. Raises DistributedError, and ConfigError for an invalid or missing secret."""
     from megapar.tools.launcher import meeting, secret
 
     single_node = launch.nnodes == 1
@@ -115,7 +112,7 @@ def _meet(launch: Launch) -> MeetingPlace:
     if launch.require_secret and not single_node:
         secret.require(job_secret)
     if not single_node and not job_secret:
-        print(f"megapar launch: {secret.NONE}", file=sys.stderr, flush=True)
+        print(f"megapar launch: {secret.NO_SECRET}", file=sys.stderr, flush=True)
     if not launch.rdzv_endpoint:
         return meeting.meet_here()
     if launch.rdzv_conf.get("store_type") == "file":

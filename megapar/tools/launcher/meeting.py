@@ -215,12 +215,9 @@ def order_by_node_rank(handler: Any, node_rank: int | None) -> Any:
 
 
 def ordered(given: Sequence[int | None]) -> list[int]:
-    """Return the places of the nodes in the order of their numbers; nodes without one are last, in their old order.
+    """Return the places of the nodes by their ``given`` numbers; nodes without one are last, in their old order.
 
     Numbers that several nodes share are reported: they are a mistake, but every order trains the same model.
-
-    Args:
-        given: The number of each node, or None, in the order of their addresses.
     """
     repeated = [number for number, times in Counter(given).items() if number is not None and times > 1]
     if repeated:

@@ -99,10 +99,7 @@ def wants_warm_start(flag: bool | None, script: str) -> bool:
 
 
 def with_layout(argv: Sequence[str], ranks: int) -> tuple[list[str], str]:
-    """Return (program and flags for ``ranks`` ranks, a message about what changed or "").
-
-    Raises LookupError if no layout for that number of ranks is legal.
-    """
+    """Return (program and flags for ``ranks`` ranks, what changed or ""). Raises LookupError if no layout is legal."""
     requested, program = argv[0], Program.of(argv[1:])
     if not program.kind or ranks == int(requested):
         return [*argv[1:]], ""

@@ -157,11 +157,7 @@ def _remove(folder: Path, lock: int, owner: int) -> None:
 
 
 class RankLogs(LogsSpecs):
-    """torch's specification of log files.
-
-    Args:
-        log_dir: Folder of the log files; "" if ranks share the launcher's output.
-    """
+    """torch's specification of log files in ``log_dir``, "" if ranks share the launcher's output."""
 
     def __init__(self, log_dir: str = "") -> None:
         super().__init__(log_dir or None)
@@ -179,11 +175,7 @@ class RankLogs(LogsSpecs):
         return str(self._root_log_dir or "")
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Create the files of the next start.
-
-        Args:
-            envs: Local rank -> environment. Each gets the path of the file in which its rank records its failure.
-        """
+        """Create the files of the next start, and put those for ranks' failures into ``envs`` (by local rank)."""
         errors = self._errors / str(self._starts)
         with suppress(OSError):  # ranks that cannot write their error file still print the error
             errors.mkdir()

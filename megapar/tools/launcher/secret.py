@@ -22,7 +22,7 @@ from megapar.errors import Complaint, ConfigError, DistributedError
 VARIABLE = "MEGAPAR_SECRET"
 MIN_BYTES = 16
 MAX_BYTES = 4096
-NONE = (
+NO_SECRET = (
     "the nodes' rendezvous is not authenticated: anyone who can reach its port can end the job. Give every node the "
     f"same secret with {VARIABLE} or --secret-file; with --require-secret, the job does not start without one"
 )
@@ -87,21 +87,13 @@ def _refused(message: str, fix: str) -> ConfigError:
 
 
 class Signer:
-    """Signs messages and checks signatures.
-
-    Args:
-        secret: Key of the HMAC; None for messages without a signature.
-    """
+    """Signs messages and checks signatures, by an HMAC with this key; None: messages have no signature."""
 
     def __init__(self, secret: bytes | None) -> None:
         self._secret = secret
 
     def sign(self, context: str, body: bytes) -> bytes:
-        """Return the signature, a space and the body.
-
-        Args:
-            context: Place that the message belongs to; the signature covers it as well.
-        """
+        """Return signature, space and body. The signature also covers ``context``, the place of the message."""
         return self._signature(context, body) + b" " + body
 
     def open(self, context: str, message: bytes) -> bytes:
@@ -163,13 +155,10 @@ class SignedStore:
 
 
 def launch_name(nodes: int, job: str, store: Store, secret: bytes | None = None) -> str:
-    """Return a name that no other launch has.
+    """Return a name that no other launch has; nodes that join later, or again, get the same.
 
-    Nodes that join later, or again, get the same name. Raises DistributedError if the store does not answer or
-    contains something else than a name: the name is used as a folder name.
-
-    Args:
-        job: The name from --rdzv-id, because one store may serve several jobs; "" for none.
+    ``job`` is the name from --rdzv-id, because one store may serve several jobs; "" for none. Raises DistributedError
+    if the store does not answer or contains anything but a name: the name is used as a folder name.
     """
     new_name = uuid.uuid4().hex
     if nodes == 1:

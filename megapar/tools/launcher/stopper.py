@@ -89,10 +89,7 @@ class Stopper:
 
     @contextmanager
     def leaving(self) -> Iterator[None]:
-        """Mark the phase in which this node's ranks have succeeded and other nodes' still run.
-
-        If the timeout expires in it, the launcher exits with 0.
-        """
+        """Mark the phase in which only other nodes' ranks still run: at a timeout the launcher then exits with 0."""
         self._status = 0
         yield
         self._status = 1

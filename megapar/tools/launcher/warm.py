@@ -62,12 +62,9 @@ class Forked:
 
 
 class Warm:
-    """The clean process, from its start to ``close``.
+    """The clean process, from its start to ``close``, which imports ``modules``.
 
     If it cannot be used, one message says why, and ``fork`` returns None: ranks are then started one by one.
-
-    Args:
-        modules: Modules that the process imports.
     """
 
     def __init__(self, modules: Sequence[str] = MODULES) -> None:

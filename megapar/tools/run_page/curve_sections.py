@@ -177,11 +177,7 @@ def _metrics(runs: Sequence[RunFolder], panel: Panel) -> dict[str, str]:
 
 
 def values(records: Sequence[Mapping[str, Any]], metric: str) -> list[tuple[float, float]]:
-    """Return (iteration, value) where the metric has one; none if it is always 0.
-
-    Args:
-        metric: Its name, or ``object.entry``.
-    """
+    """Return (iteration, value) where a metric, or ``object.entry``, has one; none if it is always 0."""
     outer, _, entry = metric.partition(".")
     points = []
     for record in records:

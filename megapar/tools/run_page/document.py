@@ -27,11 +27,7 @@ SCRIPTS = ("echarts.min.js", "page.js")
 
 @dataclass(frozen=True)
 class PageSection:
-    """A part of a page.
-
-    Attributes:
-        html: Text and tables under them.
-    """
+    """A part of a page; ``html`` is the text and the tables under the figures."""
 
     title: str
     figures: Sequence[Figure] = ()

@@ -86,7 +86,7 @@ def _of_experts(records: Sequence[Mapping[str, Any]]) -> Figure | None:
 
 
 def spaced(records: Sequence[Mapping[str, Any]], count: int) -> list[Mapping[str, Any]]:
-    """Return at most so many records, the last one of each stretch of iterations. They are in order."""
+    """Return at most ``count`` records in order, the last one of each stretch of iterations."""
     first, last = records[0]["iteration"], records[-1]["iteration"]
     width = (last - first + 1) / count
     return list({int((last - record["iteration"]) / width): record for record in records}.values())

@@ -75,11 +75,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class StackedBar:
-    """A horizontal bar made of parts.
-
-    Attributes:
-        parts: Name of a part -> value.
-    """
+    """A horizontal bar of parts: name -> value."""
 
     name: str
     parts: Mapping[str, float]
@@ -97,11 +93,7 @@ class Scattered:
 
 @dataclass
 class Lane:
-    """A row of a timeline.
-
-    Attributes:
-        spans: (start, end, name) in seconds.
-    """
+    """A row of a timeline, with (start, end, name) in seconds."""
 
     name: str
     spans: list[tuple[float, float, str]] = field(default_factory=list)
@@ -157,10 +149,7 @@ def bars(
     wide: bool = True,
     limit: float = 0.0,
 ) -> Figure | None:
-    """Return a figure of one bar below the other, with a color per part; None without bars.
-
-    ``limit`` is the place of a line across the bars, in the quantity; 0 for none.
-    """
+    """Return a figure of bars, parts by color, with a line at ``limit`` in the quantity (0: none); None without any."""
     if not rows:
         return None
     size, unit = scale(quantity, [*(sum(row.parts.values()) for row in rows), limit])
@@ -255,7 +244,7 @@ def scale(quantity: str, values: Sequence[float]) -> tuple[float, str]:
 
 
 def mean_width(points: int) -> int:
-    """Return the number of steps, an odd one, over which a noisy curve of so many points is averaged."""
+    """Return the number of steps, an odd one, over which a noisy curve of this many points is averaged."""
     return 2 * max(2, points // 100) + 1
 
 

@@ -88,11 +88,7 @@ def trace(config: Config, rank: int) -> TracedStep:
 
 
 def measure(trainer: Trainer, tracker: MemoryTracker, rank: int, start: float, *, first: bool = False) -> TracedStep:
-    """Measure one step of a trainer that was built under the tracker.
-
-    Args:
-        start: Start of the trace, from ``time.perf_counter``.
-    """
+    """Measure a step of a trainer built under the tracker; ``start`` is the trace's, by ``time.perf_counter``."""
     if not first:  # the first step waits for its parameters unit by unit, which determines the buffers
         trainer.job.sharding.wait()
     resting = tracker.bytes

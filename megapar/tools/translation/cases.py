@@ -7,11 +7,11 @@ value of any other argument can be filled in. A condition is one or several, joi
 ===========================  ==========================================================================
 ``is WORDS``                 the value is one of them; numbers are compared as numbers, upper case is lower case
 ``has WORD``                 the value contains it
-``above N``, ``below N``     the value is a number like this; also ``at least N``, ``at most N``, ``equals N``
+``above N``, ``below N``     the number compared with N; also ``at least N``, ``at most N``, ``equals N``
 ``on``, ``off``              the value of a switch; a switch without a value is on
 ``alike``                    the value has words, all equal
 ``with NAMES``               one of these arguments is given; ``without NAMES``: none
-``NAMES [or USUAL] is ..``   the same of the first of these arguments that is given; USUAL if none is
+``NAMES [or USUAL] is ..``   this condition on the first of these arguments given; on USUAL if none is
 a name of ``FACTS``          such as ``latent``
 ``not ..``                   the opposite of any of these
 ===========================  ==========================================================================
@@ -51,10 +51,7 @@ class NotANumberError(ValueError):
 
 
 def number(value: str, otherwise: float = 0.0) -> float:
-    """Return a value as Python's int and float read it (9_765_625, 1e-5).
-
-    Return ``otherwise`` if the value is empty or left open. Raises NotANumberError.
-    """
+    """Return a number as Python reads it (9_765_625, 1e-5), ``otherwise`` if empty or open. Raises NotANumberError."""
     if not value or open_values.is_open(value):
         return otherwise
     try:

@@ -113,12 +113,10 @@ def _seconds(job: Job, objective: Objective, batch: MicroBatch) -> float:
 
 
 def measure(degrees: Sequence[int], run: Callable[[int], float], world: Axis, device: torch.device) -> dict[int, float]:
-    """Return degree -> median seconds of a micro-batch on the slowest rank. The result is the same on every rank.
+    """Return degree -> median seconds of a micro-batch on the slowest rank, the same result on every rank.
 
-    The degrees take turns, and the first round is warmup.
-
-    Args:
-        run: Runs forward and backward of one micro-batch at a degree, and returns the seconds.
+    ``run`` returns the seconds of one micro-batch's forward and backward at a degree. The degrees take turns, and the
+    first round is warmup.
     """
     rounds = [[run(degree) for degree in degrees] for _ in range(1 + REPEATS)][1:]
     medians = [statistics.median(turns) for turns in zip(*rounds, strict=True)]

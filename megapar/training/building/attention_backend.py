@@ -65,11 +65,7 @@ def _without_window(config: Config) -> tuple[str, ...]:
 
 
 def calls_of(config: Config, capability: table.Capability, dtype: str) -> tuple[table.AttentionCall, ...]:
-    """Return the calls of attention of a run on a GPU.
-
-    Args:
-        dtype: Compute dtype, as torch writes it.
-    """
+    """Return the calls of attention of a run on a GPU. ``dtype``: Compute dtype, as torch writes it."""
     sizes, repeats, optimizer = config.model.attention, config.training.deterministic, config.optimizer
     statistic = optimizer.qk_clip_statistic if optimizer.qk_clip_threshold else table.LSE if sizes.sinks else ""
     dims = (sizes.key_dim, sizes.value_dim)

@@ -143,10 +143,7 @@ def with_own_data(config: Config, data: OwnData) -> Config:
 
 
 def make_own_corpus(config: Config, data: OwnData) -> Corpus:
-    """Return the samples of ``data``. The tokenizer is that of ``--tokenizer-model``, if it is set.
-
-    Raises DataError or ConfigError.
-    """
+    """Return the samples of ``data``, tokenized as by ``--tokenizer-model`` if set. Raises DataError, ConfigError."""
     sizes = config.model.seq_length, config.model.vocab_size
     flags = config.data
     made = corpus.of_pieces(
@@ -171,10 +168,7 @@ def make_collate(config: Config, world: World, corpus: Corpus) -> Collate:
 
 
 def make_loader(config: Config, corpus: Corpus, collate: Collate, data: Axis, skipped: Sequence[Range]) -> Loader:
-    """Return the loader of this rank's micro-batches, without skipped samples.
-
-    Each rank of ``data`` reads its own part of every global batch.
-    """
+    """Return the loader of this rank's micro-batches, a part of every global batch, without skipped samples."""
     return Loader(
         Skipping(corpus.train, skipped) if skipped else corpus.train,
         collate,

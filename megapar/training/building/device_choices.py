@@ -40,11 +40,7 @@ def with_figures(kind: DeviceKind, config: Config) -> DeviceKind:
 
 
 def kind_of_run(config: Config, device_type: str, name: str) -> DeviceKind:
-    """Return the row of a run's devices, with the figures of flags.
-
-    Args:
-        name: Name of the device, as its driver reports it; "" if the device is not here.
-    """
+    """Return the row of a run's devices, with figures of flags. ``name``: by its driver, "" for one not here."""
     return with_figures(kind_of(device_type, name), config)
 
 
@@ -114,10 +110,8 @@ class DispatchChoice:
 def dispatch_choice(config: Config, kind: DeviceKind, dtype: str, node: int | None = None) -> DispatchChoice:
     """Return the dispatch of a run on devices of this kind, in ``dtype``.
 
-    Raises ConfigError if ``--moe-dispatch node`` is requested and the nodes do not fit.
-
-    Args:
-        node: Ranks of a node if neither a flag nor the launcher tells; None: all ranks are on one.
+    ``node``: Ranks of a node if neither a flag nor the launcher tells; None: all ranks are on one. Raises ConfigError
+    if ``--moe-dispatch node`` is requested and the nodes do not fit.
     """
     grid, sizes, requested = config.grid, config.model, config.moe.moe_dispatch
     moe = sizes.moe if isinstance(sizes, DecoderSizes) else None
@@ -147,10 +141,8 @@ def dispatch_choice(config: Config, kind: DeviceKind, dtype: str, node: int | No
 def estimated_gain(config: Config, moe: MoeSizes, kind: DeviceKind, dtype: str, local: int) -> float:
     """Return the time of the four passes of plain dispatch, relative to that by node.
 
-    A plain pass is one collective on both links, a pass by node is two, one after the other.
-
-    Args:
-        local: Ranks of ep on each node.
+    A plain pass is one collective on both links, a pass by node is two, one after the other. ``local`` is the number of
+    ranks of ep on each node.
     """
     grid, item = config.grid, ITEM_BYTES[dtype]
     shared = grid.cp * (grid.mp if config.parallel.sequence_parallel else 1) * max(1, config.ampipe.ampipe_degree)

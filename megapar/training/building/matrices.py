@@ -1,4 +1,4 @@
-"""The matrices of a model, for Muon: which parameters consist of them, how they are cut, who has them. No torch."""
+"""The matrices of a model, for Muon: their parameters, how these are cut, and which ranks have them. No torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megapar.core.optimizer.matrix_plan import Matrix
 from megapar.core.sharding.cut import ParameterInfo, master_box
 from megapar.model.parameter import HfPiece, ParameterSpec
 
-_APART = ("embedding", "head")  # units whose weights are looked up or make logits, but for a block of prediction
+_APART = ("embedding", "head")  # units whose weights are looked up or make logits, except in an MTP block
 _HEADS = re.compile(r"\b(q|k|v|q_b|kv_b|query|key|value)(_proj)?\.weight$")  # projections that make heads
 
 
@@ -36,9 +36,8 @@ def _is_matrix(spec: ParameterSpec) -> bool:
 def matrices_of(spec: ParameterSpec, qkv_split: str) -> list[Matrix]:
     """Return the matrices of a parameter: the tensors of its Hugging Face form.
 
-    Args:
-        qkv_split: How projections that make heads are cut: each ``tensor`` whole, all of a parameter ``fused``, by
-            ``group`` of queries, or by ``head``.
+    Projections that make heads are cut by ``qkv_split``: each ``tensor`` whole, all of a parameter ``fused``, by
+    ``group`` of queries, or by ``head``.
     """
     if qkv_split == "fused" and len(spec.pieces) > 1 and _makes_heads(spec.pieces[0]):
         rows = sum(piece.hf_shape[0] for piece in spec.pieces)
@@ -60,14 +59,14 @@ def _makes_heads(piece: HfPiece) -> bool:
 
 
 def _cut_dims(box: Box, qkv_split: str) -> int:
-    """Return the number of leading dims of [G, heads of a group, D, H], or of [N, D, H], whose indices are apart."""
+    """Return the number of leading dims of [G, heads of a group, D, H], or of [N, D, H], that divide matrices."""
     if qkv_split == "head":
         return len(box.sizes) - 2
     return 1 if qkv_split == "group" and len(box.sizes) > 3 else 0
 
 
 def boxes_of(grid: Grid, ranks: Sequence[int], *, full: bool) -> Callable[[ParameterInfo], Sequence[Box]]:
-    """Return a function to the pieces of a parameter's master weights, of each of these ranks. full: stage 3."""
+    """Return a function that gives each rank's piece of a parameter's master weights. full: stage 3."""
     known: dict[object, list[Box]] = {}
 
     def boxes(spec: ParameterInfo) -> Sequence[Box]:

@@ -27,10 +27,7 @@ def make_muon(
     others: AdamW,
     pieces: Sequence[ShardPieces] | None,
 ) -> MuonOptimizer:
-    """Return the optimizer of this rank's masters. Every rank calls this at the same place.
-
-    pieces: Of each master shard, if something is rounded.
-    """
+    """Return the optimizer of this rank's masters. Collective. pieces: Per master shard, if something is rounded."""
     options, grid = config.optimizer, world.grid
     stage = world.make_stage()
     here = grid.coordinates(world.rank)["pp"]

@@ -170,10 +170,7 @@ def _observe_routing(model: Model, observer: StepObserver) -> None:
 
 
 def check_device(config: Config, device: Device) -> None:
-    """Raise ConfigError if the flags need something that this device or machine does not support.
-
-    Otherwise prepare the process for the kernels of attention.
-    """
+    """Raise ConfigError if the device or machine lacks what flags need; else prepare for the kernels of attention."""
     complaints = []
     if config.parallel.tp_comm_overlap == FUSED and (lacks := device.fused_lacks()):
         message = f"--tp-comm-overlap fused reads the memory of other GPUs, but {lacks}."

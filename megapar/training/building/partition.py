@@ -87,10 +87,7 @@ def make_segments(
     """Plan the buckets of ``--sharding-segment-strategy``. Raises ConfigError for anchors that do not fit the model.
 
     The size of a bucket is the number of bytes that rank 0 gathers in the compute dtype. If the device chooses the
-    dtype, bf16 is assumed.
-
-    Args:
-        table: Parameter table of the model; None for that of ``sizes``.
+    dtype, bf16 is assumed. ``table`` is the parameter table; None for that of ``sizes``.
     """
     rows = [spec for spec in table or table_of(sizes) if spec.trainable]
     item = ITEM_BYTES.get(config.training.dtype, 2)

@@ -103,10 +103,7 @@ def _kind(spec: ParameterSpec) -> str:
 
 
 def width_lines(config: Config, table: Sequence[ParameterSpec]) -> Iterator[str]:
-    """Yield the table of muP for a run, a line for each row with parameters; nothing without --mup-base-hidden-size.
-
-    table: As ``with_rates`` returns it.
-    """
+    """Yield muP's table, a line per row of ``with_rates`` with parameters; none without --mup-base-hidden-size."""
     base = config.optimizer.mup_base_hidden_size
     if not base:
         return

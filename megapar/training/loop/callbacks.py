@@ -135,7 +135,7 @@ class Profile:
             self.close()
 
     def close(self) -> None:
-        """Write the recorded steps, also if the run ends early. Warns if that fails: training goes on."""
+        """Write the recorded steps, also if the run ends early. Warns if that fails: training continues."""
         profiler, self._profiler = self._profiler, None
         if profiler is None or self._folder is None:
             return

@@ -23,10 +23,7 @@ from megapar.training.step.schedules import another_schedule, schedule_of
 
 
 def outline(config: Config) -> str:
-    """Describe the model for --validate-only: parameters, stages, buckets.
-
-    Raises ConfigError for a wrong --load or --load-hf.
-    """
+    """Describe the model for --validate-only: parameters, stages, buckets. Raises ConfigError for a bad checkpoint."""
     sizes = config.model
     _check_published(config, sizes)
     settled = config
@@ -59,10 +56,7 @@ def _check_published(config: Config, sizes: ModelSizes) -> None:
 
 
 def _check_saved(config: Config, sizes: ModelSizes) -> str:
-    """Refuse a checkpoint of another model, schedule, tokenizer or data, before any rank is started.
-
-    Returns a line with the data that could not be compared, or "".
-    """
+    """Refuse a checkpoint of another model, schedule, tokenizer or data; return a line on data not compared, or ""."""
     saved = config.checkpoint
     if saved.load is None or config.runtime.rules_only:
         return ""

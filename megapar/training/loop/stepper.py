@@ -157,11 +157,7 @@ class Stepper:
     def _update(
         self, iteration: int, summed: Summed, lr: float, rates: StepRates, found_inf: Tensor | None
     ) -> UpdateFacts:
-        """Update the model. Returns what was measured of it.
-
-        Args:
-            found_inf: A scalar on the device: 1 skips the update. None if the host knows that the step is good.
-        """
+        """Update the model; return what was measured. A device's ``found_inf`` of 1 skips it; None: a good step."""
         job = self.job
         self.before_update()
         self.guards.before_update()

@@ -21,8 +21,7 @@ def _nothing() -> None:
 class JsonLinesLogger(Logger):
     """Appends one object per iteration. First drops the iterations from the file that a resumed run repeats.
 
-    Args:
-        check: Raises an error if the file belongs to another run by now. Called before every change of the file.
+    ``check``, called before every change of the file, raises an error if it belongs to another run by now.
     """
 
     def __init__(self, path: Path, first_iteration: int, check: Callable[[], None] = _nothing) -> None:
@@ -124,9 +123,7 @@ class TensorBoardLogger(Logger):
 
     TensorBoard sorts its cards by name, and the names of ``Record.scalars`` are chosen so that the loss is first.
     Layers of experts share cards: four curves over all layers, and a histogram of each layer's most loaded expert.
-
-    Args:
-        first_iteration: The first iteration to log. TensorBoard hides what earlier starts logged from there on.
+    TensorBoard hides what earlier starts logged from ``first_iteration`` on.
     """
 
     def __init__(self, folder: Path, first_iteration: int, config: Mapping[str, Any]) -> None:

@@ -23,7 +23,7 @@ CLOSE_SECONDS = 60.0  # how long the end of a run waits for the network
 
 @dataclass(eq=False)
 class GuardedLogger(Logger):
-    """Calls another logger, reports its first exception and goes on. One that cannot start gets no records.
+    """Calls another logger, reports its first exception and continues. One that cannot start gets no records.
 
     Attributes:
         log_line: Writes a line to the log. With a queue, it is called from the thread, too.

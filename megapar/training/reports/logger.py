@@ -12,7 +12,7 @@ class Logger:
     """A sink for the records of a run. Its methods are called on one rank only, between steps.
 
     Subclass it, and pass instances to ``train(config, loggers=[...])``. Exceptions do not end the run: the first one is
-    reported in the log, and training goes on.
+    reported in the log, and training continues.
     """
 
     def start(self, first_iteration: int, config: Mapping[str, Any]) -> None:

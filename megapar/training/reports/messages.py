@@ -23,10 +23,7 @@ def nothing_left(iteration: int, train_iters: int) -> str:
 
 
 def evaluation(means: Mapping[str, float], read: int, samples: int) -> str:
-    """Return the message of an evaluation without a step, which has read so many of the held-out samples.
-
-    ``means`` contains the terms and ``loss``.
-    """
+    """Return the message of an evaluation alone, of this many held-out samples. ``means`` has terms and ``loss``."""
     terms = ", ".join(f"{name} {mean:.4f}" for name, mean in means.items() if name != "loss")
     return f"held-out loss {means['loss']:.4f} ({terms}), {read:,} of {samples:,} samples"
 

@@ -20,10 +20,7 @@ EVALUATION, SAVE = "evaluation", "save"
 
 
 class PlainTerminal(Logger):
-    """Prints one line per log interval with the time and the time left, for files and pipes.
-
-    ``clock`` returns seconds since the epoch.
-    """
+    """Prints a line per log interval with the time (``clock``: Unix seconds) and the time left, for files and pipes."""
 
     def __init__(
         self,
@@ -67,7 +64,7 @@ class PlainTerminal(Logger):
         self._left.paused(name, seconds)
 
     def _room(self) -> int:
-        """Return the characters of a line beside the time; a file or a pipe has all that a line needs."""
+        """Return the characters of a line besides the time; a file or a pipe has all that a line needs."""
         return sys.maxsize
 
     def flush(self) -> None:

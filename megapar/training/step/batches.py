@@ -24,10 +24,8 @@ class Denominators:
     Labels without weights count 1 each. The sums are in fp64, in which counts are exact.
 
     The constructor launches the sum over the data ranks. The first use, after the first forward, waits for it: at the
-    start of a step, while parameters are in flight, a small message would have to wait for them.
-
-    Args:
-        num_micro_batches: Micro-batches of the global batch, on all data ranks together.
+    start of a step, while parameters are in flight, a small message would have to wait for them. ``num_micro_batches``
+    is that of the global batch, on all data ranks together.
     """
 
     def __init__(self, batches: Sequence[MicroBatch], num_micro_batches: int, data: Axis) -> None:
@@ -86,10 +84,7 @@ class StepBatches:
 
 
 class BatchFeed:
-    """The input of consecutive steps: this rank's share of every global batch.
-
-    ``denominators`` is the class that counts the labels of the global batch.
-    """
+    """The input of consecutive steps: this rank's share of each global batch, whose labels ``denominators`` counts."""
 
     def __init__(self, config: Config, job: Job, denominators: type[Denominators] = Denominators) -> None:
         self._job, self._denominators = job, denominators

@@ -71,11 +71,7 @@ class ExpertPlaces:
                 total[expert] += load
 
     def busiest(self, layer: int, loads: Sequence[float], iteration: int) -> float | None:
-        """Return the load of the busiest rank of ep relative to the mean of all, or None if ep has one rank.
-
-        Args:
-            layer: Number of the layer among those with experts.
-        """
+        """Return the busiest ep rank's load over the mean, None for one rank. ``layer`` counts those with experts."""
         if self._ranks == 1:
             return None
         rows = self._before if iteration <= self._moved_at else self.rows
@@ -88,10 +84,7 @@ class ExpertPlaces:
         return self.interval > 0 and iteration % self.interval == 0
 
     def choose(self) -> str:
-        """Choose the placement of the next update from the loads since the last choice; return a line for the log.
-
-        The line is "" if nothing moves.
-        """
+        """Choose the next update's placement from the loads since the last; return a log line, "" if nothing moves."""
         loads, self._loads = self._loads, None
         if loads is None:
             return ""
@@ -130,10 +123,7 @@ class ExpertPlaces:
     # Moves
 
     def update(self, iteration: int) -> None:
-        """Make the chosen placement that in effect, after the optimizer's step and before parameters are gathered.
-
-        iteration: the step.
-        """
+        """Put the chosen placement into effect at step ``iteration``, between the optimizer and the gathers."""
         if self._next is not None:
             self._before, self._moved_at = self.rows, iteration
             self._move(self._next)

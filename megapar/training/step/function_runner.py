@@ -55,10 +55,7 @@ def runs_alike(runner: FunctionRunner, world: World) -> bool:
 
 
 def share_given_up(runner: FunctionRunner, world: World) -> str:
-    """Let all ranks run uncompiled what any rank runs uncompiled. Every rank must call it.
-
-    Returns a sentence on the change, the same on every rank; "" if nothing changes.
-    """
+    """Run uncompiled on all ranks what any rank runs so; return a sentence on the change, or "". Collective."""
     if world.grid.world_size == 1 or not isinstance(runner, Compiled):
         return ""
     texts = texts_of_all(" ".join(sorted(runner.unshared)), world.axis("world"), world.device.torch_device)

@@ -78,10 +78,7 @@ class Gradients:
         return Summed(totals, norm, norm_and_votes, None if clip is None else clip.take())
 
     def repeat(self, work: StepBatches) -> Totals:
-        """Run forward, backward and the sums over the data ranks again, without a reduction of the norm or the votes.
-
-        The sharding holds the gradients afterwards.
-        """
+        """Repeat forward, backward and the sums over data ranks, without norm or votes; the sharding has gradients."""
         totals = self._forward_backward(work)
         self._job.sharding.finish()
         self._job.comm.check_settled()

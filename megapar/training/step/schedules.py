@@ -63,7 +63,7 @@ class LearningRate:
     def at(self, iteration: int, step: int | None = None) -> float:
         """Return the learning rate of optimizer step ``iteration``, counted from 0.
 
-        step: The same with updates that were skipped, which phases count as the data does; by default none was.
+        ``step`` also counts skipped updates, as phases do; None if there were none.
         """
         place = iteration if step is None else step
         for number, (first, end, to, style) in enumerate(self.targets):
@@ -100,12 +100,9 @@ class LearningRate:
 
 @dataclass(frozen=True)
 class WeightDecay:
-    """Weight decay that changes from ``start`` to ``end`` over ``iters`` optimizer steps.
+    """Weight decay that changes from ``start`` to ``end`` over ``iters`` optimizer steps, by a style of ``INCREMENTS``.
 
     Source: Megatron-LM's optimizer_param_scheduler.
-
-    Attributes:
-        style: A key of ``INCREMENTS``.
     """
 
     start: float
@@ -119,7 +116,7 @@ class WeightDecay:
         return self.start + share * (self.end - self.start)
 
     def to_dict(self) -> dict[str, float | int | str]:
-        """Return the fields for a checkpoint, beside those of the learning rate."""
+        """Return the fields for a checkpoint, besides those of the learning rate."""
         return {f"weight_decay_{name}": value for name, value in asdict(self).items()}
 
 

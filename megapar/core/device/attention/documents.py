@@ -37,10 +37,7 @@ from megapar.core.torch_names import varlen_attention
 def packed_attention_reference(
     q: Tensor, k: Tensor, v: Tensor, *, mask: DeviceMask, dropout: float = 0.0, rows: Rows = None
 ) -> Tensor:
-    """Compute softmax(q k^T / sqrt(D)) v inside each document. Materializes all scores, of all documents if causal.
-
-    Shapes as of ``attention_reference``.
-    """
+    """Compute ``attention_reference`` inside each document. Materializes all scores, of all documents if causal."""
     if not mask.host.causal:
         return _by_length(partial(attention_reference, form=FULL, dropout=dropout), q, k, v, mask.host, rows)
     visible = mask.cut(slice(0, mask.host.length), q.device).visible[:, None]

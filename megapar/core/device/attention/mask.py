@@ -1,4 +1,4 @@
-"""Attention masks on a device: the tensors that kernels read, beside the value on the host.
+"""Attention masks on a device: the tensors that kernels read, in addition to the value on the host.
 
 Shape letters: B batch, S positions of queries, L of keys.
 """
@@ -173,10 +173,7 @@ class DocumentSlice:
 
 
 def causal_keys(queries: int, keys: int, device: torch.device, before: int = 0, window: int | None = None) -> Tensor:
-    """Return the keys that each position attends to, [queries, keys] bool: position i attends to 0..before + i.
-
-    window: It attends to the last ones of them only, so many.
-    """
+    """Return [queries, keys] bool: position i attends to keys 0..before + i, or only to the last ``window`` of them."""
     seen = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(before)
     return seen if window is None else seen.triu(before + 1 - window)
 

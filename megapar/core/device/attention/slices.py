@@ -37,10 +37,7 @@ from megapar.core.device.attention.windows import attention_window
 
 
 def attention_slice_reference(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0, rows: Rows = None) -> Tensor:
-    """Compute causal attention of the last S of L positions: i attends to 0..L - S + i (lower-right alignment).
-
-    Shapes as of ``attention_reference``.
-    """
+    """Compute causal attention of the last S of L positions: i attends to 0..L - S + i. See ``attention_reference``."""
     return attention_reference(q, k, v, form=LOWER_RIGHT, dropout=dropout, rows=rows)
 
 
@@ -82,10 +79,7 @@ def packed_attention_slice_merged(
 def packed_attention_slice_varlen(
     q: Tensor, k: Tensor, v: Tensor, *, documents: DocumentSlice, dropout: float = 0.0, rows: Rows = None
 ) -> Tensor:
-    """Compute ``packed_attention_slice_reference`` by torch's kernel for variable lengths, if it takes them.
-
-    Otherwise each document is one call.
-    """
+    """Compute ``packed_attention_slice_reference`` by torch's kernel for variable lengths, else a call per document."""
     window = documents.window
     if not takes(VARLEN, call_of(DOCUMENTS if window is None else WINDOW, q, v, dropout, rows)):
         return _by_document(attention_slice_fused, q, k, v, documents, dropout, rows)

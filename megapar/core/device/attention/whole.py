@@ -173,7 +173,7 @@ def attention_flash(
 ) -> Tensor:
     """Compute ``attention_reference`` by torch's FlashAttention where it takes the call, else by torch's choice.
 
-    The operator is that of FlashAttention-3 once ``CudaDevice.activate_attention`` has put it in place.
+    The operator is that of FlashAttention-3 once ``CudaDevice.activate_flash3`` has put it in place.
     """
     if not table.takes(table.FLASH, call_of(form, q, v, dropout, rows)):
         other = attention_fused if rows is None else attention_reference

@@ -64,8 +64,8 @@ class _Region(NamedTuple):
     blocks: int
     rows: int
 
-    def back(self, by: int) -> _Region:
-        """Return the parts so many positions earlier."""
+    def earlier(self, by: int) -> _Region:
+        """Return the parts ``by`` positions earlier."""
         return self._replace(first=self.first - by)
 
     def of(self, x: Tensor, window: int) -> Tensor:
@@ -96,7 +96,7 @@ class _Tile(NamedTuple):
         """Return the queries, keys and values of the tile."""
         return self.take(q, self.queries, window), self.take(k, self.keys, window), self.take(v, self.keys, window)
 
-    def back(self, part: Tensor, region: _Region) -> Tensor:
+    def put_back(self, part: Tensor, region: _Region) -> Tensor:
         """Undo ``take``: return [B, blocks, heads, rows, F]."""
         return (part.flip(2) if self.reversed else part).unflatten(0, (-1, region.blocks))
 
@@ -113,27 +113,24 @@ def _tiles(length: int, window: int, before: int) -> Iterator[_Tile]:
         yield _Tile(first, _Region(before, 1, window - before))
     if blocks > cut:
         whole = _Region(cut * window, blocks - cut, window)
-        yield _Tile(whole.back(before), whole)
+        yield _Tile(whole.earlier(before), whole)
     if rest:
         last = _Region(end, 1, rest)
-        yield _Tile(last.back(before), last)
+        yield _Tile(last.earlier(before), last)
     if cut:
         yield _Tile(first, _Region(0, 1, before), causal=False)
     if blocks > 1 and window > 1:
         rows = _Region(window, blocks - 1, window - 1)
-        yield _Tile(rows.back(before), _Region(1, blocks - 1, window - 1), reversed=True)
+        yield _Tile(rows.earlier(before), _Region(1, blocks - 1, window - 1), reversed=True)
     if rest:
-        yield _Tile(last.back(before), _Region(end - window + rest, 1, window - rest), causal=False)
+        yield _Tile(last.earlier(before), _Region(end - window + rest, 1, window - rest), causal=False)
     if rest > 1:
         rows = _Region(end, 1, rest - 1)
-        yield _Tile(rows.back(before), _Region(end - window + 1, 1, rest - 1), reversed=True)
+        yield _Tile(rows.earlier(before), _Region(end - window + 1, 1, rest - 1), reversed=True)
 
 
 class WindowedAttention(torch.autograd.Function):
-    """Attention of q [B, N, S, D], k [B, G, L, D], v [B, G, L, V] to [B, N, S, V] in a window of w keys.
-
-    w <= L < w + S.
-    """
+    """Attention of q [B, N, S, D], k [B, G, L, D], v [B, G, L, V] to [B, N, S, V] in a window of w keys, L < w + S."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, window: int) -> tuple[Tensor, Tensor]:
@@ -144,7 +141,7 @@ class WindowedAttention(torch.autograd.Function):
         for tile in _tiles(k.shape[2], window, k.shape[2] - q.shape[2]):
             block = forward(*tile.inputs(q, k, v, window), causal=tile.causal)
             merged, sums = (tile.queries.of(x, window) for x in (out, lse))
-            part, part_sums = (tile.back(x, tile.queries) for x in (block.out, block.lse.unsqueeze(-1)))
+            part, part_sums = (tile.put_back(x, tile.queries) for x in (block.out, block.lse.unsqueeze(-1)))
             if tile.own:
                 merged.copy_(part)
                 sums.copy_(part_sums)
@@ -172,5 +169,5 @@ class WindowedAttention(torch.autograd.Function):
             parts = backward(grad, *tile.inputs(q, k, v, window), block, causal=tile.causal)
             for total, part, region in zip(sums, parts, (tile.queries, tile.keys, tile.keys), strict=True):
                 total_view = region.of(total, window)
-                total_view += tile.back(part, region)
+                total_view += tile.put_back(part, region)
         return *(total.to(q.dtype) for total in sums), None

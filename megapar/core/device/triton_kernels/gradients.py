@@ -1,4 +1,4 @@
-"""Sums of 16-bit gradients in fp32, and gradients of gelu and layer norm that sum their columns on the way.
+"""Sums of 16-bit gradients in fp32, and gradients of gelu and layer norm that also sum their columns.
 
 torch's copies between dtypes lack the loads of 16 bytes. The columns of a gradient sum to that of a bias: each program
 sums those of some rows in fp32, its part, and a second kernel the parts in order, so that the result repeats.
