@@ -78,8 +78,8 @@ def parse(
     draft, values = _resolved(kind, argv, environ)
     if draft.foreign:  # without the file, the command line describes a different run
         raise ConfigError(draft.complaints)
-    if not planning:
-        _check_assumptions(draft)
+    if not planning and (warning := unknown_to_trainers(draft.about.assume)):
+        draft.warnings.append(warning)
     findings = check(values, strict=values.get("strict_seed_rules") is True)
     validate_only, rules_only = values.get("validate_only") is True, values.get("rules_only") is True
     if validate_only and rules_only:
@@ -106,11 +106,6 @@ def parse(
     warnings = (*draft.warnings, *findings.warnings)
     reminders = tuple(str(complaint) for complaint in (*defaults.refused, *defaults.notes))
     return build(kind, values, draft.origins, warnings, notes, reminders, grid_of(values))
-
-
-def _check_assumptions(draft: Draft) -> None:
-    warning = unknown_to_trainers(draft.about.assume)
-    draft.warnings += [warning] if warning else []
 
 
 def resolved_values(kind: str, argv: Line, environ: Mapping[str, str]) -> dict[str, Any]:

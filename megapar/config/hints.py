@@ -93,7 +93,7 @@ def near_choice(value: str, choices: Sequence[str]) -> str:
     return f"Did you mean {near[0]}?" if near else ""
 
 
-def plain_number(text: str, unit: str = "") -> str:
+def plain_number(text: str, unit: str) -> str:
     """Suggest a plain number for one written with a unit, a multiplier or commas; "" if the text is none of these."""
     text = text.strip()
     if re.fullmatch(r"[+-]?[1-9]\d{0,2}(,\d{3})+", text):

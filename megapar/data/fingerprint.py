@@ -138,7 +138,7 @@ def _blocks(tokens: Path) -> str:
     return state.hexdigest()
 
 
-def fingerprint_of_file(name: str, path: Path, *, may_read: bool = True) -> Fingerprint:
+def fingerprint_of_file(name: str, path: Path, *, may_read: bool) -> Fingerprint:
     """Return the fingerprint of a file that is not a corpus, called ``name`` in messages. Raises DataError."""
     try:
         value = cached_value(path, lambda: at(path).sha256(), "bytes", may_read=may_read)

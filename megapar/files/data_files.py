@@ -99,7 +99,7 @@ def numbered_lines(file: IO[bytes]) -> Iterator[tuple[int, bytes | None]]:
         yield number, line if size <= LONGEST_LINE else None
 
 
-def text_of_line(line: bytes | str, place: str, field: str = FIELD) -> str:
+def text_of_line(line: bytes | str, place: str, field: str) -> str:
     """Return the document of a JSONL line, decoded or not. ``place``: for messages. Raises DataError."""
     try:
         record = json.loads(line.removeprefix(_BYTE_ORDER_MARK) if isinstance(line, str) else line)
@@ -121,7 +121,7 @@ def decoded(line: bytes, place: str, more: str = ", or set --on-bad-record skip"
         ) from error
 
 
-def checked_text(text: Any, record: Any, place: str, field: str = FIELD) -> str:
+def checked_text(text: Any, record: Any, place: str, field: str) -> str:
     """Return the text of a record's field. Raises DataError if it is missing, not a string, or not valid Unicode."""
     if isinstance(text, str):
         try:

@@ -41,7 +41,7 @@ def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
     raise UnfitFileError(errno.EINVAL, f"it is {kind}, not a regular file", str(path))
 
 
-def read_regular(path: str | os.PathLike[str], limit: int = SMALL) -> bytes:
+def read_regular(path: str | os.PathLike[str], limit: int) -> bytes:
     """Read a regular file of at most ``limit`` bytes.
 
     Python allocates as many bytes as a read requests, so request only the file's size. Raises OSError if the file
@@ -60,7 +60,7 @@ def read_open(file: IO[bytes], limit: int, path: object) -> bytes:
     return _up_to(file.read(size + 1), size, path)
 
 
-def read_given(path: str | os.PathLike[str], limit: int = SMALL) -> bytes:
+def read_given(path: str | os.PathLike[str], limit: int) -> bytes:
     """Read a file that a user named, even a pipe such as ``<(...)``. Raises OSError if it is above ``limit`` bytes."""
     with Path(path).open("rb") as file:
         return _up_to(file.read(limit + 1), limit, path)

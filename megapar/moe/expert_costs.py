@@ -183,7 +183,7 @@ class _ExpertLayer:
             OpCost(
                 "combine",
                 0.0 if experts_weigh else weighed + e * rows,
-                sent=self._sent_back(),
+                sent=self._over_ep("combine", H * e),
                 transient=0.0 if experts_weigh else outer,
             ),
         ]
@@ -212,10 +212,6 @@ class _ExpertLayer:
             numbers += INDEX_BYTES * k * E * view.ampipe_degree  # the queues of the experts, slice by slice
         sent += self._communication.shared_sums(numbers)
         return sent
-
-    def _sent_back(self) -> tuple[CommCost, ...]:
-        """Return the communication of the experts' outputs to the rows' ranks."""
-        return self._over_ep("combine", self.moe.hidden_size * self.view.item_bytes)
 
     def _over_ep(self, name: str, size: float) -> tuple[CommCost, ...]:
         """Return the all-to-alls of ``dispatch`` or ``combine``, both ways, hop by hop. size: Bytes of a plain row."""

@@ -162,7 +162,7 @@ class Clock:
         self._run = run
         self._time = OperatorTime(run, calibration)
         self._programs = StagePrograms(run, self._time)
-        self._sent = [_sent_to_stages(run, stage) for stage in range(run.config.grid.pp)]
+        self._sent = [pipeline_traffic(run, stage) / run.micro_batches for stage in range(run.config.grid.pp)]
 
     def stage(self, stage: int) -> StageTime:
         """Return the time of one micro-batch on one stage, in which all of its messages have their links' time."""
@@ -275,11 +275,6 @@ def _slower(time: Span, factor: float) -> Span:
     """Return a program whose computations take ``factor`` times as long."""
     more = (time.seconds - time.waited) * (factor - 1)
     return Span(time.seconds + more, time.waited, time.slowed + more, time.busy)
-
-
-def _sent_to_stages(run: PlannedRun, stage: int) -> float:
-    """Return the bytes that a stage sends to others in one micro-batch."""
-    return pipeline_traffic(run, stage) / run.micro_batches
 
 
 class _GroupOrder:

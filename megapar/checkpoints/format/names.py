@@ -157,7 +157,7 @@ def _read(path: Location) -> str | None:
         return None
 
 
-def stored_facts(root: Place, iteration: int | None = None) -> tuple[Location, dict[str, Any]] | None:
+def stored_facts(root: Place, iteration: int | None) -> tuple[Location, dict[str, Any]] | None:
     """Return (folder, the model's facts in ``layout.json``) of an iteration, or of the latest one under ``root``.
 
     Returns None if they cannot be read; the loader reports the problem with the checkpoint.

@@ -212,7 +212,7 @@ def _is_same(saved: Fingerprint, source: Fingerprint) -> bool:
     return source.value == saved.value or (source.value is None and source.name == saved.name)
 
 
-def knowledge_of(config: Config, *, may_read: bool = True) -> tuple[Fingerprint, ...]:
+def knowledge_of(config: Config, *, may_read: bool) -> tuple[Fingerprint, ...]:
     """Return fingerprints of the files of KNOWLEDGE. For ``may_read``, see ``DataFacts.of``. Raises DataError."""
     paths = {FLAGS[name].spelling: getattr(config.data, name) for name in KNOWLEDGE}
     given = ((spelling, Path(path)) for spelling, path in paths.items() if path is not None)

@@ -223,7 +223,7 @@ def may_replace(folder: Location) -> bool:
     return names.get(LAYOUT_FILE) is not None or (not folder.is_file() and all(map(is_part, names)))
 
 
-def remove_aside(folder: Location, owner: Owner | None = None) -> None:
+def remove_aside(folder: Location, owner: Owner | None) -> None:
     """Remove the temporary folders of this owner's saves of this folder."""
     with suppress(OSError):
         for name in folder.parent.list():
@@ -231,7 +231,7 @@ def remove_aside(folder: Location, owner: Owner | None = None) -> None:
                 folder.with_name(name).remove()
 
 
-def remove_left_over(folder: Location, owner: Owner | None = None) -> None:
+def remove_left_over(folder: Location, owner: Owner | None) -> None:
     """Remove the temporary folders of killed saves of this folder and, given an owner, of all earlier owners."""
     remove_aside(folder, owner)
     if owner is None:
@@ -242,7 +242,7 @@ def remove_left_over(folder: Location, owner: Owner | None = None) -> None:
                 (parent / name).remove()
 
 
-def move_into_place(aside: Location, folder: Location, owner: Owner | None = None) -> Location:
+def move_into_place(aside: Location, folder: Location, owner: Owner | None) -> Location:
     """Give a complete folder its final name, or the name with the owner's epoch if that is taken. Return it.
 
     Without an owner an existing checkpoint of that name is replaced. Raises FolderLostError.

@@ -175,7 +175,7 @@ class LatentReader(ColumnReader):
 
 
 def reader_of(
-    weight: Tensor | None, defer_wgrad: GradientSink | None, rotary_dim: int, most: int, *, needs_wgrad: bool = False
+    weight: Tensor | None, defer_wgrad: GradientSink | None, rotary_dim: int, most: int, *, needs_wgrad: bool
 ) -> ColumnReader:
     """Return the reader of latents that ``weight`` expands, or that of keys and values if it is None."""
     if weight is None:

@@ -21,7 +21,7 @@ from megapar.core.context_parallel.positions import SequenceLayout
 from megapar.core.context_parallel.tiles import cut_columns, gathered_tiles
 
 
-def gathered_plan(layout: SequenceLayout, rank: int, mask: AttentionMask, *, most: int | None = None) -> TilePlan:
+def gathered_plan(layout: SequenceLayout, rank: int, mask: AttentionMask, *, most: int | None) -> TilePlan:
     """Plan one arrival of all remote columns, in order of position. most: maximum columns of a tile; None for any."""
     remote = gathered_tiles(layout, rank, mask)
     return TilePlan.of(layout, rank, mask, [remote if most is None else cut_columns(remote, most)])

@@ -214,8 +214,8 @@ def _attend_unequal(
     dropout: float,
     *,
     causal: bool = True,
-    window: int | None = None,
-    rows: Rows = None,
+    window: int | None,
+    rows: Rows,
 ) -> Tensor:
     """Compute attention of concatenated sequences: q [T, N, D], k [R, G, D], v [R, G, V] to [T, N, V].
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from megapar.core.comm import collectives
 from megapar.core.comm.axis import Axis
 from megapar.core.device.adamw import OTHER_SLAB, SLAB
+from megapar.core.device.dtypes import at_least_fp32
 from megapar.core.device.remainders import join_master, split_master
 from megapar.core.device.stochastic_rounding import random_bits, rounded
 from megapar.core.device.tensor_piece import ShardPieces
@@ -73,17 +74,13 @@ _LEAST_NORM = 1e-7
 def orthogonalize(x: Tensor, coefficients: Sequence[Coefficients], steps: int) -> Tensor:
     """Return matrices [n, R, C] with the singular vectors of x and singular values near 1. Zero stays zero."""
     wide = x if x.shape[-2] <= x.shape[-1] else x.mT
-    norm = torch.linalg.vector_norm(wide, dim=(-2, -1), keepdim=True, dtype=_norm_dtype(x.dtype))
+    norm = torch.linalg.vector_norm(wide, dim=(-2, -1), keepdim=True, dtype=at_least_fp32(x.dtype))
     wide = wide / norm.clamp(min=_LEAST_NORM).to(x.dtype)
     for step in range(steps):
         a, b, c = coefficients[min(step, len(coefficients) - 1)]
         gram = wide @ wide.mT
         wide = torch.baddbmm(wide, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
     return wide if x.shape[-2] <= x.shape[-1] else wide.mT
-
-
-def _norm_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
 
 from megapar.core.comm import collectives
@@ -59,11 +59,11 @@ class FullSharding:
         master_dtype: torch.dtype,
         reduce_dtype: torch.dtype,
         *,
-        together: Sequence[str] = (),
-        plan: Sequence[PlannedBucket] | None = None,
-        prefetch: int = 1,
-        reduce_every_micro_batch: bool = True,
-        shard: Callable[..., Any] = fully_shard,
+        together: Sequence[str],
+        plan: Sequence[PlannedBucket] | None,
+        prefetch: int,
+        reduce_every_micro_batch: bool,
+        shard: Callable[..., Any],
     ) -> None:
         # A bucket may end inside a layer, at a linear whose output is a view; no view is changed in place here.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")

@@ -17,9 +17,7 @@ from megapar.core.comm.axis import Axis
 from megapar.core.sharding.sharding import Sharding
 
 
-def sum_partial(
-    sharding: Sharding, names: Sequence[str], mp: Axis, from_first_rank: frozenset[str] = frozenset()
-) -> None:
+def sum_partial(sharding: Sharding, names: Sequence[str], mp: Axis, from_first_rank: frozenset[str]) -> None:
     """Sum the finished gradients of the named parameters over mp, in place, as one message.
 
     They are sent and added in the dtype of the masters. Of the parameters ``from_first_rank``, whose gradients each mp

@@ -301,8 +301,8 @@ def look_up(tokens: Tensor, word: Tensor, first_token: int, mp: Axis, *, sequenc
         return F.embedding(tokens, weight)
     is_local = (tokens >= first_token) & (tokens < first_token + weight.shape[0])
     rows = F.embedding(torch.where(is_local, tokens - first_token, 0), weight)
-    sum_rows: Callable[[Tensor, Axis], Tensor] = _scatter_sequence if sequence_parallel else reduce
-    return sum_rows(rows * is_local.unsqueeze(-1).to(rows.dtype), mp)
+    rows = rows * is_local.unsqueeze(-1).to(rows.dtype)
+    return reduce_scatter(rows, mp, SEQUENCE_DIM) if sequence_parallel else reduce(rows, mp)
 
 
 class Embedding(nn.Module):
@@ -369,7 +369,3 @@ def gather_vocabulary(logits: Tensor, vocab_size: int, mp: Axis) -> Tensor:
     padded = F.pad(logits.detach(), (0, length - logits.shape[-1]))
     # Only the last pieces are shorter than the others, so all padding is after the vocabulary.
     return all_gather(padded, mp, logits.dim() - 1)[..., :vocab_size]
-
-
-def _scatter_sequence(x: Tensor, mp: Axis) -> Tensor:
-    return reduce_scatter(x, mp, SEQUENCE_DIM)

@@ -127,7 +127,7 @@ def linear(
 
 
 def linear_onto(
-    total: Tensor, x: Tensor, weight: Tensor, defer_wgrad: DeferWgrad | None, ends_unit: Replay | None = None
+    total: Tensor, x: Tensor, weight: Tensor, defer_wgrad: DeferWgrad | None, ends_unit: Replay | None
 ) -> Tensor:
     """Add x [.., I] @ w [O, I]^T in place to total [R, O], which no backward reads; R is the number of rows of x."""
     return _LinearOnto.apply(total, x, weight, defer_wgrad or _now, ends_unit)

@@ -173,13 +173,13 @@ def file_chunks(kind: str, path: DataFile, field: str = FIELD) -> list[TextChunk
     return [TextChunk(kind, str(path), *stretch, field, getattr(path, "head", None)) for stretch in stretches]
 
 
-def parquet_chunks(path: DataFile, field: str = FIELD) -> list[TextChunk]:
+def parquet_chunks(path: DataFile, field: str) -> list[TextChunk]:
     """Return one chunk per row group of a parquet file. Raises DataError if it is unreadable or lacks the column."""
     with _parquet_file(path, field) as file:
         return _steps("parquet", str(path), file.num_row_groups, 1, field, getattr(path, "head", None))
 
 
-def dataset_chunks(name: str, split: str, field: str = FIELD) -> list[TextChunk]:
+def dataset_chunks(name: str, split: str, field: str) -> list[TextChunk]:
     """Return the chunks of one split of a ``datasets`` source. Raises DataError if it cannot be read."""
     return _steps("rows", f"{name}\0{split}", len(open_dataset(name, split, field)), CHUNK_ROWS, field)
 

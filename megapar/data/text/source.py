@@ -226,7 +226,7 @@ def _named(path: str) -> DataFile | Listing:
     return listing(Path(path)) if Path(path).is_dir() else Path(path)
 
 
-def unread_bytes(paths: Sequence[str], field: str = FIELD) -> int:
+def unread_bytes(paths: Sequence[str], field: str) -> int:
     """Return the bytes to read before all content hashes of ``open_sources`` are known. Raises its DataErrors."""
     total = 0
     for path in paths:

@@ -79,7 +79,7 @@ class StoreBlend:
 _BLOCK = 1 << 20  # documents at a time
 
 
-def split_stores(dataset: IndexedDataset, split: Split, notes: tuple[str, ...] = ()) -> TrainHeldout[TokenStore]:
+def split_stores(dataset: IndexedDataset, split: Split, notes: tuple[str, ...]) -> TrainHeldout[TokenStore]:
     """Return the training and the held-out documents of an indexed file.
 
     Documents are split by the hashes in PREFIX.hashes, or without that file by their numbers, which adds a note.

@@ -27,7 +27,8 @@ def decoder_table(sizes: DecoderSizes) -> tuple[ParameterSpec, ...]:
         shape = (sizes.max_position_embeddings, H)
         rows.append(weight_row("embedding.position.weight", shape, "", "embedding", mp_partial="sp"))
     for layer in range(sizes.num_layers):
-        rows += _decoder_layer(sizes, layer)
+        name = f"layers.{layer}"
+        rows += _block(sizes, layer, name, f"model.{name}", name)
     if sizes.mtp_depth:
         rows += _mtp(sizes)
     rows += norm_rows("final_norm", H, "model.norm", "head", biased=sizes.normalization == "layernorm")
@@ -36,11 +37,6 @@ def decoder_table(sizes: DecoderSizes) -> tuple[ParameterSpec, ...]:
     if sizes.apply_layernorm_1p:
         rows = [replace(row, init="zeros") if row.init == "ones" else row for row in rows]
     return tuple(rows)
-
-
-def _decoder_layer(sizes: DecoderSizes, layer: int) -> list[ParameterSpec]:
-    name = f"layers.{layer}"
-    return _block(sizes, layer, name, f"model.{name}", name)
 
 
 def _block(sizes: DecoderSizes, layer: int, name: str, hf: str, unit: str) -> list[ParameterSpec]:

@@ -13,7 +13,7 @@ import shutil
 import stat
 import tempfile
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -47,7 +47,7 @@ class RankFiles:
 
     def __init__(self, parents: Iterable[str] | None = None) -> None:
         """Create the folder in the first suitable parent. Raises DistributedError if there is none."""
-        self.folder, self._lock = _make(tuple(_parents() if parents is None else parents))
+        self.folder, self._lock = _make((tempfile.gettempdir(), *PLACES) if parents is None else tuple(parents))
         self._number = 0
         self._close = weakref.finalize(self, _remove, self.folder, self._lock, os.getpid())
 
@@ -63,11 +63,6 @@ class RankFiles:
 
     def _path(self) -> Path:
         return self.folder / f"ranks-{self._number}"
-
-
-def _parents() -> Iterator[str]:
-    yield tempfile.gettempdir()
-    yield from PLACES
 
 
 def _make(parents: tuple[str, ...]) -> tuple[Path, int]:

@@ -180,9 +180,7 @@ def _compiled() -> int:
     return 0 if utils is None else sum(utils.counters["frames"].values())
 
 
-def make_callbacks(
-    config: Config, job: Job, watchdog: Watchdog, user_callbacks: Sequence[Callback] = ()
-) -> list[Callback]:
+def make_callbacks(config: Config, job: Job, watchdog: Watchdog, user_callbacks: Sequence[Callback]) -> list[Callback]:
     """Return the callbacks that the flags turn on, and the watchdog, ordered outermost to innermost.
 
     Those of the caller are outermost. The profiler is innermost, so that its trace contains only the step.

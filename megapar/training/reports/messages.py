@@ -49,7 +49,7 @@ def phase_begins(config: Config, progress: Progress) -> str:
 
 
 def farewell(
-    config: Config, iteration: int, stop: str, checkpoint: Location | None, exported: Location | None, source: str = ""
+    config: Config, iteration: int, stop: str, checkpoint: Location | None, exported: Location | None, source: str
 ) -> Iterator[str]:
     """Yield why a run stopped, its outputs with their folders, and how to continue if it stopped before its end.
 

@@ -128,7 +128,7 @@ class ProgressTerminal(PlainTerminal):
         self._progress.stop()
 
 
-def make_terminal(config: Config, rank: int, iteration: int, *, quiet: bool = False) -> PlainTerminal | None:
+def make_terminal(config: Config, rank: int, iteration: int, *, quiet: bool) -> PlainTerminal | None:
     """Return the terminal of rank 0, or None on other ranks. ``iteration`` is the last one done."""
     if rank != 0:
         return None

@@ -108,7 +108,7 @@ _LENGTHS = 128  # few lengths, because compiled functions and kernels prepare fo
 
 
 def score_tasks(
-    config: Config, job: Job, tasks: Sequence[EvalTask], collate: Collate, status: Status = silent
+    config: Config, job: Job, tasks: Sequence[EvalTask], collate: Collate, status: Status
 ) -> dict[str, float]:
     """Return the scores of all tasks by task/score. Every rank calls it."""
     return {
