@@ -156,7 +156,7 @@ class Upload:
         self._file.write(data)
 
     def finish(self, *, durable: bool = True) -> None:
-        """Make the object appear. A store has it once it has answered."""
+        """Close the object, which then appears. It is durable once the store has answered."""
         self._file.close()
 
 

@@ -1,4 +1,4 @@
-"""Scaling of rotary frequencies, with which a model reads longer texts than those it was trained on at first.
+"""Scaling of rotary frequencies, with which a model reads longer texts than it was first trained on.
 
 ``model.layers.rotary`` computes the frequencies.
 """

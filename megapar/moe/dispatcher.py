@@ -212,9 +212,9 @@ class Dispatcher(ABC, Generic[Plan]):
 
     @property
     def experts_apply_gate_weights(self) -> bool:
-        """True if the experts multiply their activations by the gate weights; otherwise their summed outputs are.
+        """True if gate weights multiply the experts' activations; False if they multiply the summed outputs.
 
-        The former are fewer numbers, but give the weights' whole gradient only where experts are whole.
+        Activations are fewer numbers, but give the weights' whole gradient only where experts are not split.
         """
         return self.emp.size == 1
 

@@ -125,7 +125,7 @@ class _ExpertLayer:
         ]
 
     def _rows_by_node(self) -> tuple[float, float, float]:
-        """Return the bytes of a dispatch by node: of the orders that it keeps, moved, most of its backward."""
+        """Return the bytes of a dispatch by node: the orders that it keeps, bytes moved, the most in its backward."""
         view, moe, layer = self.view, self.moe, self._by_node
         s, k, inside = view.local_tokens, moe.topk, self.rows.multiplied
         entered = s * layer.nodes * layer.rows_to_node()

@@ -50,7 +50,10 @@ FASTER = 1 - 1e-9  # of two times that differ by less, neither is faster
 LARGEST_TUNED = 8  # samples of a micro-batch, before the other knobs are varied
 ALIKE = 1.01  # times within this factor are the same: a plan is less exact
 NEAR = 1.15  # a layout is slower by at most this factor, so that another knob may make it faster than the best
-MEASURED, CLOSEST = 20, 3  # layouts whose stages are all computed if none fits, and of these those made smaller
+MEASURED, CLOSEST = (
+    20,
+    3,
+)  # if none fits: layouts of which all stages are computed, and how many of these are made smaller
 TUNED, DESCENDED = 10, 3  # layouts that are tuned, and of these those whose other knobs are varied
 LEAST: Mapping[str, Any] = {"recompute_interval": 1}
 FORMS: tuple[Mapping[str, Any], ...] = ({}, {"recompute_granularity": "selective"}, LEAST)
@@ -169,7 +172,7 @@ class Search:
                 yield candidate
 
     def result(self, candidate: Candidate) -> Result:
-        """Return the result of a candidate, from before if it was tried."""
+        """Return the result of a candidate, which is tried once."""
         if candidate not in self.results:
             self.results[candidate] = self._try(candidate)
         return self.results[candidate]

@@ -23,7 +23,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         ),
         "configs": ("configs", "list the configurations that --config finds by name"),
         "evaluate": ("evaluate", "print the held-out loss of a checkpoint of any layout"),
-        "generate": ("generate", "continue a prompt by a checkpoint of any layout, with transformers"),
+        "generate": ("generate", "continue a prompt with a checkpoint of any layout, by transformers"),
         "report": ("report", "write one HTML page about a run"),
         "translate": (
             "translate",

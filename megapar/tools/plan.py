@@ -317,7 +317,7 @@ def _show(config: Config, args: argparse.Namespace, device: DeviceKind) -> int:
 def show_schedule(config: Config, *, chunk_costs: bool = False, device: DeviceKind | None = None) -> tuple[str, str]:
     """Return the schedule of one step as text and as SVG. Raises ConfigError if the model cannot be cut into stages.
 
-    device: Computations take longer beside its waiting receives. None: beside none.
+    device: Its waiting receives slow computations down. None: they do not.
     """
     # The orders of the schedules need torch, unlike the rest of this module.
     from megapar.core.pipeline import draw

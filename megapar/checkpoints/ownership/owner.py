@@ -50,7 +50,7 @@ from megapar.launch_environment import job_id, launch_id, slurm_job, starts_befo
 BEAT_SECONDS = 2.0
 STORE_BEAT_SECONDS = 10.0  # in a store that is not a disk, where every request is paid for
 PATIENCE_SECONDS = 60.0
-UNLOCKED_SECONDS = 10.0  # the patience with an owner on this machine that no longer holds its lock
+UNLOCKED_SECONDS = 10.0  # the same for an owner on this machine that no longer holds its lock
 ENDED = "ended"
 SUCCEEDED = "succeeded"
 _QUIET_SECONDS = 3.0

@@ -2,8 +2,8 @@
 
 Moments may be bf16, rounded stochastically; gradients may be bf16; and master weights may be bf16 weights with their
 remainders (``remainders``). Each operation rounds once and works element by element: torch's fused kernel may round the
-last elements of a tensor differently, by which a moment would round to another value on another layout. An update uses
-the moments as they are before they are rounded.
+last elements of a tensor differently, and a moment would then round to another value on another layout. An update uses
+the moments before they are rounded.
 """
 
 from __future__ import annotations

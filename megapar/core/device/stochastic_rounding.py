@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-BITS = 16  # of a random number: as many as fp32 has more than bf16
+BITS = 16  # of a random number: those of fp32 that bf16 lacks
 # As signed integers of 64 bits, which torch and Triton multiply modulo 2**64.
 GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
 FACTORS = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))

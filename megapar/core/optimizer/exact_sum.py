@@ -23,7 +23,7 @@ def parts(terms_N: Tensor) -> Tensor:
     terms_N: fp64, not negative, below 2^128.
     """
     whole = list(torch._foreach_mul([terms_N] * len(UNITS), [1 / unit for unit in UNITS]))
-    torch._foreach_floor_(whole)  # of each unit, with those that larger units have; powers of two do not round
+    torch._foreach_floor_(whole)  # multiples of each unit, larger units included; powers of two do not round
     cut = torch._foreach_add(whole[1:], whole[:-1], alpha=-UNITS[0] / UNITS[1])
     return torch.stack([whole[0], *cut]).sum(1)
 

@@ -213,7 +213,7 @@ def _shared(spans: Sequence[tuple[float, float]], slot: Slot) -> float:
 
 
 def between(values: Sequence[float], place: float) -> float:
-    """Return the value at a place between those at 0, 1, 2 ..; beyond the last, the last."""
+    """Interpolate the values at 0, 1, 2 ..; beyond the last place, return the last value."""
     lower = min(int(place), len(values) - 1)
     upper = min(lower + 1, len(values) - 1)
     return values[lower] + (place - lower) * (values[upper] - values[lower])

@@ -102,7 +102,7 @@ class Rematerialized:
     def hooks(self, *inputs: Tensor) -> saved_tensors_hooks:
         """Return the context of a consumer that must not save views of the inputs, given in order.
 
-        Consumers of parts of them, in their storages, come one after another. What else they save goes to the hooks
+        Consumers of parts of the inputs, in their storages, follow each other. What else they save goes to the hooks
         outside, which torch alone would not call.
         """
         for number, tensor in enumerate(inputs):

@@ -251,7 +251,7 @@ class Bucket:
         self._accumulated.update(indices)
 
     def _pack_at_once(self, dtype: torch.dtype) -> bool:
-        """Copy all members' gradients to a new buffer in one call; return False if that cannot be."""
+        """Copy all members' gradients to a new buffer in one call; return False if that is impossible."""
         grads = [member.parameter.grad for member in self.members]
         if not self._packs or self._accumulated or any(grad is None for grad in grads):
             return False

@@ -208,7 +208,7 @@ class Operators:
         widened = w * chunk if e < w else 0
         kept = e * rows * H + e * weight
         product = e * weight if e < w and view.kernels != "cuda" else 0  # without a kernel that adds to the sum
-        # The logits are gone before the product of their gradient with the rows that have a loss.
+        # The logits are freed before their gradient is multiplied with the rows that have a loss.
         passing = max(e * chunk + widened, e * chunk + product + e * held * H, e * weight)
         making = e * rows * H + w * weight + passing
         transient = max(making - kept, e * rows * H + e * weight)

@@ -106,7 +106,7 @@ class _Ropes:
         return next((reason for reason in reasons if reason), "")
 
     def _usual(self, parameters: Json) -> bool:
-        """Return True if one object for all layers is what the class has without it: other versions write that."""
+        """Return True if one object for all layers equals the class's default, which other versions write."""
         base = parameters.get("rope_theta") or self._bases[FULL]
         return parameters.get("rope_type") in (None, UNSCALED) and all(base == own for own in self._bases.values())
 

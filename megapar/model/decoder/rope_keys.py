@@ -1,7 +1,7 @@
 """Keys of config.json on rotary positions, in the form of transformers 5 and in that before it.
 
-transformers 5 has one object ``rope_parameters``. Before, ``rope_theta`` and ``partial_rotary_factor`` were keys of
-their own and the scaling was ``rope_scaling``, whose ``type`` is now ``rope_type``. As in transformers,
+transformers 5 has one object ``rope_parameters``. Before, ``rope_theta`` and ``partial_rotary_factor`` were separate
+keys and the scaling was ``rope_scaling``, whose ``type`` is now ``rope_type``. As in transformers,
 ``rope_scaling`` takes precedence, and a value inside the object over one outside of it.
 
 Classes with rope by kind of layer have one such object for each kind in ``rope_parameters``; ``rope_scaling`` is then

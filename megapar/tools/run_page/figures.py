@@ -251,7 +251,7 @@ def mean_width(points: int) -> int:
 def centered_mean(points: Points, width: int) -> list[tuple[float, float]]:
     """Return the mean of ``width`` points around each: unlike a moving average it does not lag behind the curve.
 
-    Near the ends it is that of fewer points, as many on both sides, and within ``width // 8`` of them there is none.
+    Near the ends it averages fewer points, equally many on both sides; within ``width // 8`` of an end there is none.
     """
     sums = [0.0]
     for _, y in points:

@@ -1,4 +1,4 @@
-"""Findings about a run: clauses with a link to the figure that shows them, of what a reader may want to change."""
+"""Findings about a run: clauses on what a reader may want to change, each with a link to the figure that shows it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megapar.tools.run_page.expert_section import BUSIEST, EACH
 from megapar.tools.run_page.plan_comparison import EXPOSED, PIPELINE, WHERE, measured_parts
 from megapar.tools.run_page.run_folder import RunFolder
 
-WAITS = 0.1  # of a step: another layout or more overlap could win so much, and less is within the scatter of steps
+WAITS = 0.1  # of a step: another layout or more overlap could win this much, and less is within the scatter of steps
 SLOW = 1.2  # times the median rank's work: what a warm device loses in clock is less
 BUSY = 1.5  # times the mean: beyond a capacity factor of 1.25 and the scatter of a balanced router
 IDLE = 0.1  # of the mean: such an expert hardly learns

@@ -70,9 +70,9 @@ def _with_tasks(config: Config, corpus: Corpus) -> Corpus:
 
 
 def _stored_tokenizer(config: Config) -> str | None:
-    """Return the tokenizer beside checkpoints or a model in an object store, from which only a start of ranks reads.
+    """Return the tokenizer next to checkpoints or a model in an object store, which only a start of ranks reads.
 
-    Of those on a disk, the configuration names it (``apply_stored_tokenizer``).
+    On a disk, the configuration names it (``apply_stored_tokenizer``).
     """
     places = [at(root) / FOLDER for root in _stores(config, config.checkpoint.load)]
     if (published := config.checkpoint.load_hf) and is_stored(published):
