@@ -367,8 +367,8 @@ RULES: tuple[Rule, ...] = (
         requires=lambda f: (
             not f.fp8_experts or (f.expert_mp_degree == 1 and not f.use_pipe_experts and f.fp8_recipe == "blockwise")
         ),
-        message="--fp8-experts has a scale for a whole row, which --expert-mp-degree splits, for all experts of a rank "
-        "together, unlike --use-pipe-experts, and beside --fp8-recipe blockwise alone",
+        message="--fp8-experts has one scale for a whole row, which --expert-mp-degree splits, multiplies all experts "
+        "of a rank together, unlike --use-pipe-experts, and works with --fp8-recipe blockwise only",
         fix="Choose --expert-mp-degree 1 with --sequence-parallel, leave --use-pipe-experts and --fp8-recipe out, or "
         "leave --fp8-experts out.",
         kind=NOT_BUILT,

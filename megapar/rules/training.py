@@ -259,7 +259,7 @@ RULES: tuple[Rule, ...] = (
         ("weight_decay",),
         ("weight_decay_incr_style",),
         lambda f: f.weight_decay_incr_style != "constant",
-        "beside --weight-decay-incr-style linear or cosine, which have two ends",
+        "with --weight-decay-incr-style linear or cosine, which take a start and an end",
         passing="--weight-decay 0.2",
         failing=(
             "--weight-decay 0.2 --weight-decay-incr-style linear --start-weight-decay 0.01 --end-weight-decay 0.1"

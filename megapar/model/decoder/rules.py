@@ -399,7 +399,7 @@ RULES: tuple[Rule, ...] = (
         reads=("activation", "num_experts"),
         when=lambda f: f.activation == GEGLU,
         requires=lambda f: f.num_experts == 0,
-        message="experts have swiglu or gelu, and --activation geglu is of dense models",
+        message="experts have swiglu or gelu, and --activation geglu is for dense models only",
         fix="Set --num-experts 0, or choose --activation swiglu.",
         passing="--activation geglu --num-experts 0",
         failing="--activation geglu --num-experts 4",

@@ -160,7 +160,7 @@ def _data(config: Config, corpus: Corpus) -> Iterator[str]:
     yield from _side("held out", corpus.heldout_contents)
     length = config.model.seq_length
     if any(one.cut_files > 1 and SHORT_DOCUMENTS * (one.mean or length) < length for one in corpus.contents):
-        yield f"{'':12}blank lines make documents that are short beside samples; --document-per file: whole files"
+        yield f"{'':12}blank lines make documents that are much shorter than samples; --document-per file: whole files"
     if (sets := corpus.evaluation_sets) and config.training.eval_interval:
         read = sum(num_evaluated(config, samples) for samples in sets.values())
         yield f"evaluation: {read:,} of {sum(map(len, sets.values())):,} held-out samples"

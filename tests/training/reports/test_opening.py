@@ -145,7 +145,7 @@ def test_files_that_blank_lines_cut_into_short_documents_name_the_flag() -> None
         return [text for text in said("moe", f"{line} {flags}", start="short") if "--document-per file" in text]
 
     (text,) = named("512 --document-per paragraph")
-    assert text.strip().startswith("blank lines make documents that are short beside samples; --document-per file")
+    assert text.strip().startswith("blank lines make documents that are much shorter than samples; --document-per file")
     assert len(text) <= opening.WIDTH
     assert named("64 --document-per paragraph") == named("512") == []
     Path("one.txt").write_text("\n\n".join(f"one and {number}" for number in range(400)))
