@@ -47,10 +47,12 @@ class Box:
         """Return piece ``part`` of ``parts`` along ``dim`` as of ``torch.chunk``: the last may be shorter or empty."""
         length = -(-self.sizes[dim] // parts)
         start = min(part * length, self.sizes[dim])
-        size = min(length, self.sizes[dim] - start)
+        return self.with_dim(dim, self.offsets[dim] + start, min(length, self.sizes[dim] - start))
+
+    def with_dim(self, dim: int, offset: int, size: int) -> Box:
+        """Return the box with another offset and size along ``dim``."""
         offsets, sizes = list(self.offsets), list(self.sizes)
-        offsets[dim] += start
-        sizes[dim] = size
+        offsets[dim], sizes[dim] = offset, size
         return Box(tuple(offsets), tuple(sizes))
 
     def slabs(self, numel: int, whole_from: int | None = None) -> Iterator[Box]:
@@ -67,9 +69,7 @@ class Box:
             return
         step = max(1, numel // prod(self.sizes[dim + 1 :]))
         for start in range(0, self.sizes[dim], step):
-            offsets, sizes = list(self.offsets), list(self.sizes)
-            offsets[dim], sizes[dim] = self.offsets[dim] + start, min(step, self.sizes[dim] - start)
-            slab = Box(tuple(offsets), tuple(sizes))
+            slab = self.with_dim(dim, self.offsets[dim] + start, min(step, self.sizes[dim] - start))
             if step == 1:  # A single index may still be too large.
                 yield from slab.slabs(numel, whole_from)
             else:

@@ -87,7 +87,7 @@ def _prepare_flags(parser: argparse.ArgumentParser) -> None:
 
 def _prepare(args: argparse.Namespace) -> int:
     from megapar.data.text.chunks import skipped_text
-    from megapar.data.tokens.parts import Done
+    from megapar.data.tokens.parts import Encoded
     from megapar.data.tokens.prepare import prepare
 
     if not args.input and args.hf_dataset is None:
@@ -103,7 +103,7 @@ def _prepare(args: argparse.Namespace) -> int:
     chat = sample_view.chat_options(args) if args.task == SFT else None
     start = time.monotonic()
     with StatusLine.on(sys.stderr) as status:
-        done: Done = prepare(
+        done: Encoded = prepare(
             args.output,
             args.input,
             args.tokenizer_model,

@@ -35,7 +35,7 @@ from megapar.data.tokenizers.load import load_tokenizer
 from megapar.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
 from megapar.data.tokenizers.tokenizer import Tokenizer
 from megapar.data.tokens.indexed import LAST_OF_DOCUMENT, TARGETS, IndexedDatasetBuilder, smallest_dtype
-from megapar.data.tokens.parts import Done, PartWriter, claimed, finished, opened, parts_in, remove_parts
+from megapar.data.tokens.parts import Encoded, PartWriter, claimed, finished, opened, parts_in, remove_parts
 from megapar.data.tokens.prepared import HashesWriter, hashes_of
 from megapar.errors import DataError
 from megapar.health.stop.parent import end_with
@@ -116,7 +116,7 @@ def encode(
     workers: int,
     keep_parts: bool,
     status: Status = silent,
-) -> Done:
+) -> Encoded:
     """Write PREFIX.bin and PREFIX.idx, one sequence per document, and what belongs to them (see prepared.py).
 
     Memory is bounded by the number of workers and the longest document, not by the input. Raises DataError if an input
@@ -144,14 +144,14 @@ def encode(
     return total
 
 
-def _written(job: EncodeJob, tokenizer: Tokenizer, workers: int, status: Status) -> Done:
+def _written(job: EncodeJob, tokenizer: Tokenizer, workers: int, status: Status) -> Encoded:
     """Encode the chunks that are not finished yet, and copy each part as soon as all parts before it are finished."""
-    folder, total = Path(job.folder), Done()
+    folder, total = Path(job.folder), Encoded()
     starts = [0, *(before.path != chunk.path for before, chunk in pairwise(job.chunks)), 1]
     files = list(accumulate(starts))  # that are done after this many chunks, if they finish in order
     small = 2 * files[-1] > len(job.chunks)
     status("encoding", 0, files[-1] if small else len(job.chunks), "files" if small else "chunks")
-    early: dict[int, Done] = {}
+    early: dict[int, Encoded] = {}
     following = 0
     with (
         IndexedDatasetBuilder(job.prefix, job.encoding.dtype, multimodal=job.encoding.chat is not None) as builder,
@@ -176,7 +176,7 @@ def _written(job: EncodeJob, tokenizer: Tokenizer, workers: int, status: Status)
     return total
 
 
-def _finished_chunks(job: EncodeJob, tokenizer: Tokenizer, workers: int) -> Generator[tuple[int, Done]]:
+def _finished_chunks(job: EncodeJob, tokenizer: Tokenizer, workers: int) -> Generator[tuple[int, Encoded]]:
     """Yield the number and the result of each chunk as it finishes, first those that an earlier run finished."""
     waiting = []
     for number, chunk in enumerate(job.chunks):
@@ -195,13 +195,13 @@ def _finished_chunks(job: EncodeJob, tokenizer: Tokenizer, workers: int) -> Gene
 
 def _in_workers(
     waiting: Sequence[tuple[int, TextChunk]], job: EncodeJob, tokenizer: Tokenizer, workers: int
-) -> Iterator[tuple[int, Done]]:
+) -> Iterator[tuple[int, Encoded]]:
     # Forked workers inherit the parent's tokenizer; loading a large one takes a second.
     inherited = tokenizer if multiprocessing.get_start_method() == "fork" else None
     remaining = iter(waiting)
     settings = (job.folder, job.encoding, job.tokenizer, inherited)
     with ProcessPoolExecutor(workers, initializer=_start_worker, initargs=settings) as pool:
-        in_flight: dict[Future[Done], int] = {}
+        in_flight: dict[Future[Encoded], int] = {}
         try:
             while True:
                 while len(in_flight) < 2 * workers and (following := next(remaining, None)) is not None:
@@ -232,7 +232,7 @@ def _start_worker(folder: str, encoding: Encoding, path: str, tokenizer: Tokeniz
     _worker.update(folder=folder, encoding=encoding, tokenizer=tokenizer, numbers=LineNumbers())
 
 
-def _work(number: int, chunk: TextChunk) -> Done:
+def _work(number: int, chunk: TextChunk) -> Encoded:
     return _encode_chunk(
         number, chunk, _worker["folder"], _worker["encoding"], _worker["tokenizer"], _worker["numbers"]
     )
@@ -240,7 +240,7 @@ def _work(number: int, chunk: TextChunk) -> Done:
 
 def _encode_chunk(
     number: int, chunk: TextChunk, folder: str, encoding: Encoding, tokenizer: Tokenizer, numbers: LineNumbers
-) -> Done:
+) -> Encoded:
     """Encode one chunk and write its part."""
     bad = BadRecords(stops=not encoding.skip_bad)
     documents = tokens = 0
@@ -254,7 +254,7 @@ def _encode_chunk(
                 flat, lengths = _tokens(tokenizer, texts, encoding)
                 part.add(flat, np.array(lengths), hashes_of(texts))
                 documents, tokens = documents + len(lengths), tokens + len(flat)
-        result = Done(documents, tokens, bad.count, tuple(bad.first))
+        result = Encoded(documents, tokens, bad.count, tuple(bad.first))
         part.finish(result)
     return result
 

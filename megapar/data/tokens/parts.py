@@ -5,8 +5,8 @@ key             hash of the work; locked by the run and its worker processes
                 marks of the sequences, int8, if they are conversations | a record of its content, JSON |
                 bytes of the JSON, uint64
 
-The record has the CRC-32 of what is before it, by which a later run finds parts that a power failure cut or zeroed. So
-encoding does not wait until each part is on the disk.
+The record has the CRC-32 of everything before it, so that a later run finds parts that a power failure cut or zeroed,
+and encoding need not wait until each part is on the disk.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _LOCK_SECONDS = 5.0  # the workers of a killed run exit by themselves within thi
 
 
 @dataclass(frozen=True)
-class Done:
-    """The result of one chunk or of several.
+class Encoded:
+    """Counts of encoded documents, of one chunk or of several.
 
     Attributes:
         bad: Number of broken records that were skipped.
@@ -51,9 +51,9 @@ class Done:
     bad: int = 0
     first_bad: tuple[str, ...] = ()
 
-    def __add__(self, other: Done) -> Done:
+    def __add__(self, other: Encoded) -> Encoded:
         first = (*self.first_bad, *other.first_bad)[: BadRecords.KEPT]
-        return Done(self.documents + other.documents, self.tokens + other.tokens, self.bad + other.bad, first)
+        return Encoded(self.documents + other.documents, self.tokens + other.tokens, self.bad + other.bad, first)
 
 
 @contextmanager
@@ -139,7 +139,7 @@ class PartWriter:
         if marks is not None:
             self._marks.append(marks.astype("<i1").tobytes())
 
-    def finish(self, done: Done) -> None:
+    def finish(self, done: Encoded) -> None:
         """Write the record of the part's content and rename the file."""
         size = self._file.tell()
         self._write(b"".join((*self._lengths, *self._hashes, *self._marks)))
@@ -154,7 +154,7 @@ class PartWriter:
         self._file.write(content)
 
 
-def finished(folder: Path, number: int) -> Done | None:
+def finished(folder: Path, number: int) -> Encoded | None:
     """Return the result of a part, which is read whole; None if it is not finished, or damaged by a power failure."""
     try:
         with open(_path(folder, number), "rb") as file:
@@ -163,7 +163,7 @@ def finished(folder: Path, number: int) -> Done | None:
                 return None
     except FileNotFoundError:
         return None
-    return Done(record["documents"], record["tokens"], record["bad"], tuple(record["first_bad"]))
+    return Encoded(record["documents"], record["tokens"], record["bad"], tuple(record["first_bad"]))
 
 
 def parts_in(folder: Path) -> int:
@@ -189,7 +189,7 @@ def opened(folder: Path, number: int) -> Iterator[tuple[IO[bytes], np.ndarray, n
 
 
 def _record(file: IO[bytes]) -> dict[str, Any] | None:
-    """Return the record at the end of a part, and the ``end`` of what its CRC is of; None if the file is another."""
+    """Return the record at the end of a part, with the ``end`` of the bytes of its CRC; None for any other file."""
     size = os.fstat(file.fileno()).st_size
     if size < _END.size:
         return None

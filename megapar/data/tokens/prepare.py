@@ -13,7 +13,7 @@ from megapar.data.text.source import check_first_records, open_sources
 from megapar.data.tokenizers.load import load_tokenizer
 from megapar.data.tokens.encode import EncodeJob, Encoding, encode
 from megapar.data.tokens.indexed import without_suffix
-from megapar.data.tokens.parts import Done, claims
+from megapar.data.tokens.parts import Encoded, claims
 from megapar.errors import DataError
 from megapar.files.data_files import AUTO, ROW
 
@@ -34,7 +34,7 @@ def prepare(
     chat: ChatSettings | None = None,
     status: Status = silent,
     report: Callable[[str], object] = lambda text: None,
-) -> Done:
+) -> Encoded:
     """Write OUTPUT.bin, OUTPUT.idx and OUTPUT.hashes (see ``encode``).
 
     Raises DataError if an input is broken. OUTPUT then has no files, or its old ones, and OUTPUT.parts contains the

@@ -36,7 +36,7 @@ from megapar.data.tokenizers.load import load_tokenizer
 from megapar.data.tokenizers.tokenizer import Tokenizer
 from megapar.data.tokens.encode import EncodeJob, Encoding, encode
 from megapar.data.tokens.indexed import IndexedDataset
-from megapar.data.tokens.parts import Done
+from megapar.data.tokens.parts import Encoded
 from megapar.errors import DataError
 from megapar.files.data_files import LONGEST_LINE
 from megapar.files.data_object import at_once
@@ -110,7 +110,7 @@ class TokenCache:
             (folder / _NOTES).write_text(json.dumps([note]), encoding="utf-8")
 
 
-def encode_in_process(job: EncodeJob, workers: int, status: Status = silent) -> Done:
+def encode_in_process(job: EncodeJob, workers: int, status: Status = silent) -> Encoded:
     """Run ``encode`` in a process that ends with this one. Raises its DataError or OSError."""
     root = str(Path(megapar.__file__).parents[1])
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
@@ -140,7 +140,7 @@ def encode_in_process(job: EncodeJob, workers: int, status: Status = silent) -> 
         raise OSError(*answer["system"])
     if "error" in answer:
         raise DataError(answer["error"])
-    return Done(**{**answer["done"], "first_bad": tuple(answer["done"]["first_bad"])})
+    return Encoded(**{**answer["done"], "first_bad": tuple(answer["done"]["first_bad"])})
 
 
 def _job(fields: Mapping[str, Any]) -> EncodeJob:

@@ -126,9 +126,7 @@ class HfFolder(PublishedTensors):
         """
         read = part
         if rotated is not None:  # the rows are stored in another order, so read all of them
-            offsets, sizes = list(part.offsets), list(part.sizes)
-            offsets[rotated], sizes[rotated] = region.offsets[rotated], region.sizes[rotated]
-            read = Box(tuple(offsets), tuple(sizes))
+            read = part.with_dim(rotated, region.offsets[rotated], region.sizes[rotated])
         out = self._read(name, region, read)
         if rotated is None:
             return out
