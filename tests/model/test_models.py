@@ -180,6 +180,22 @@ def test_dropout_is_random_in_training_only_and_repeats_with_the_seed(sizes, kin
     assert loss(1) == float(total(plain, batch))
 
 
+@pytest.mark.parametrize("sizes", [DENSE, ERNIE], ids=["dense", "ernie"])
+def test_dropout_spares_the_residual(sizes):
+    """Where halves of a layer give nothing, there is nothing to drop."""
+    model = build(replace(sizes, hidden_dropout=0.5), dtype=torch.float64)
+    batch = batch_for(sizes)
+    context = model._context(batch, None) if sizes is DENSE else model._context(batch)
+    x = torch.randn(*batch["tokens"].shape, sizes.hidden_size, dtype=torch.float64)
+    dropped = model.layers["0"](x, context)[0]
+    for name, parameter in model.layers["0"].named_parameters():
+        if ".proj." in name or ".down." in name:
+            parameter.data.zero_()
+    training, evaluation = (model.train(mode).layers["0"](x, context)[0] for mode in (True, False))
+    assert torch.equal(training, evaluation)
+    assert not torch.allclose(training, dropped)
+
+
 def test_router_bias_moves_towards_idle_experts():
     model = build(MOE)
     load = torch.tensor([[4, 0, 2, 2], [1, 1, 1, 5]])

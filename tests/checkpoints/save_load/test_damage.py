@@ -139,6 +139,9 @@ def test_newer_sizes_of_experts_have_their_defaults_too() -> None:
     facts = json.loads(json.dumps(MOE.facts()))
     older = {**facts, "moe": {name: value for name, value in facts["moe"].items() if name not in ("score", "topk")}}
     assert differences(older, facts) == "--moe-router-topk is none there and 2 here"
+    dense = json.loads(json.dumps({**facts, "moe": None}))
+    assert differences(facts, dense) == "moe is given there and none here"
+    assert differences(dense, facts) == "moe is none there and given here"
 
 
 def test_facts_of_absurd_numbers_are_compared_at_once() -> None:

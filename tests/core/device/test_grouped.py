@@ -9,8 +9,11 @@ from megapar.core.device.accelerators import CudaDevice, NpuDevice
 from megapar.core.device.base import Device
 from megapar.core.device.expert_rows import unpermute_cuda, unpermute_reference
 from megapar.core.device.grouped import (
+    grouped_input_gradient_aligned,
     grouped_input_gradient_reference,
+    grouped_linear_aligned,
     grouped_linear_reference,
+    grouped_weight_gradient_aligned,
     grouped_weight_gradient_reference,
     input_gradient_by_size,
     linear_by_size,
@@ -57,6 +60,22 @@ def test_experts_with_as_many_rows_are_one_batched_product():
         linear_by_size(rows.requires_grad_(), weight, (4, 4, 4)).backward(dy)
     names = [event.name for event in seen.events()]
     assert (names.count("aten::mm"), names.count("aten::bmm")) == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "calls"),
+    [(torch.bfloat16, 16, 3), (torch.float32, 16, 3), (torch.float64, 16, 0), (torch.bfloat16, 12, 0)],
+)
+def test_the_kernel_multiplies_what_it_takes(monkeypatch, dtype, width, calls):
+    """Also the gradients, each by itself: no other form gives other numbers."""
+    seen, kernel = [], torch.nn.functional.grouped_mm
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", lambda *x, **more: seen.append(1) or kernel(*x, **more))
+    rows, weight, dy = made((3, 0, 5), dtype, width, 8)
+    counts = torch.tensor((3, 0, 5))
+    grouped_linear_aligned(rows, weight, counts)
+    grouped_input_gradient_aligned(dy, weight, counts)
+    grouped_weight_gradient_aligned(dy, rows, counts)
+    assert len(seen) == calls
 
 
 WIDTHS = (2560, 1536)

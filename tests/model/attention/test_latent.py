@@ -167,6 +167,11 @@ def test_by_heads_latents_go_to_all_ranks() -> None:
     assert [message.kind for message in messages] == ["all_to_all", "all_to_all", "all_gather", "reduce_scatter"]
 
 
+def test_by_heads_the_latents_of_other_ranks_are_kept() -> None:
+    latents, heads = (operators(cp=4, ulysses=True, sends_latents=chosen)["core"].kept for chosen in (True, False))
+    assert latents - heads == 4 * 3 * (BATCH * LENGTH // 4) * (SIZES.latent_rank + SIZES.rotary_dim)
+
+
 def test_ranks_of_mp_send_latents_alone() -> None:
     found = operators(mp=2, sequence_parallel=True)
     assert [message.kind for message in found["latents"].sent] == ["all_gather", "reduce_scatter"]

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megapar.model.cost.model_cost import UnitCost
+from megapar.model.cost.operators import Operators
 from megapar.model.cost.rank_view import RankView
 from megapar.model.decoder.sizes import DecoderSizes
 from megapar.model.ernie.sizes import ErnieSizes
@@ -98,3 +99,34 @@ def test_dropped_tokens_count_as_flops_for_utilization() -> None:
     drops = replace(MOE, moe=replace(MOE.moe, kind="deepspeed_moe", capacity_factor=0.5))
     assert step_flops(drops, 4, 32) == step_flops(MOE, 4, 32)
     assert sum(unit.flops for unit in units(drops, VIEW)) < sum(unit.flops for unit in units(MOE, VIEW))
+
+
+def test_the_last_layers_gradients_are_the_most_where_logits_are_few_at_a_time() -> None:
+    """Those of the rows with a loss and of the vocabulary, in the backward, which multiplies the kept ones."""
+    rows, hidden, vocabulary = 512, 32, 64
+    operators = Operators(RankView.alone(rows), hidden, normalization="rmsnorm", dropout=False)
+    head, _ = operators.vocabulary(rows, vocabulary, replicated=False)
+    assert head.transient == head.kept == 4 * hidden * (rows + vocabulary)
+
+
+@pytest.mark.parametrize(
+    ("normalization", "kernels", "wide", "kept"),
+    [
+        *(("layernorm", "cpu", False, True), ("rmsnorm", "cuda", False, True), ("rmsnorm", "cpu", False, False)),
+        *(("layernorm", "cpu", True, False), ("rmsnorm", "cuda", True, False)),
+    ],
+)
+def test_a_norm_keeps_its_input_or_a_wider_copy(normalization: str, kernels: str, wide: bool, kept: bool) -> None:
+    view = replace(RankView.alone(8), item_bytes=2, kernels=kernels)
+    norms = Operators(view, 32, normalization=normalization, dropout=False, wide_norms=wide)
+    assert norms.norm_input_kept == (2 * 8 * 32 if kept else 0)
+
+
+def test_rotated_queries_and_keys_are_moved_three_times() -> None:
+    """By plain operators; what the product makes is moved once without a rotation."""
+    rotated = replace(DENSE, num_query_groups=DENSE.num_attention_heads)
+    moved = []
+    for sizes in (rotated, replace(rotated, position_embedding_type="learned")):
+        moved += [one.moved for one in units(sizes, VIEW)[1].operators if one.name == "qkv"]
+    made, turned = 3 * 64, 2 * 64  # features of queries, keys and values; of queries and keys
+    assert moved[0] - moved[1] == 4 * 2 * 32 * (3 * (made + turned) - made)
