@@ -153,16 +153,16 @@ def copy_tree(target: Path) -> None:
     """Copy the files that git knows, as they are now."""
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in listed.splitlines():
-        if (ROOT / name).is_file():
+        if (ROOT / name).is_file() or (ROOT / name).is_symlink():  # to a folder: the package's configs
             (target / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, target / name)
+            shutil.copy2(ROOT / name, target / name, follow_symlinks=False)
 
 
 def verdict(exhibit: Exhibit, clean: Path) -> tuple[str, float]:
     """Return (killed, SURVIVES or broken, the seconds of its test) of an exhibit. clean: A copy of the tree."""
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "tree"
-        shutil.copytree(clean, tree)
+        shutil.copytree(clean, tree, symlinks=True)
         exhibit.apply(tree)
         command = [sys.executable, "-m", "pytest", "-x", "-n0", "-p", "no:cacheprovider", exhibit.killed_by]
         environ = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
