@@ -38,6 +38,12 @@ def _file(folder: Path, name: str, documents: int, first: int, length: int = 37)
     return write_tokens(folder / name, ([*rng.integers(first, first + 99, size=size), 999] for size in sizes))
 
 
+@pytest.mark.parametrize("weights", [(), (1, 0), (-1, 2)])
+def test_each_part_has_a_share(weights: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="all above 0"):
+        Shares([Fraction(w) for w in weights])
+
+
 @pytest.mark.parametrize("weights", [(1, 1), (7, 3), (1, 1000), (5, 1, 1, 1), tuple(range(1, 40))])
 def test_every_beginning_has_its_shares(weights: tuple[int, ...]) -> None:
     shares = Shares([Fraction(w) for w in weights])

@@ -63,6 +63,9 @@ def test_the_hops_of_a_dispatch_by_node_are_in_the_order_of_their_way() -> None:
         assert hops == {"forward": forward, "backward": backward}
     alone = spec_of(MOE).costs(MOE, replace(VIEW, ep=4, node_ep=1)).layer(1)
     assert {one.axis for one in alone.sent()} == {"ep_between", "ep"}  # a rank is its node
+    pieces = replace(VIEW, ep=4, node_ep=2, pipe_experts=True, expert_parts=3)
+    counts = [one.bytes for one in spec_of(MOE).costs(MOE, pieces).layer(1).sent() if one.axis == "ep"]
+    assert counts == [8 * 6 * (2 + 4 + 4) * 3]  # of 6 messages: rows to nodes and ranks, pairs; to 3 ranks
 
 
 @MODELS
@@ -130,3 +133,11 @@ def test_rotated_queries_and_keys_are_moved_three_times() -> None:
         moved += [one.moved for one in units(sizes, VIEW)[1].operators if one.name == "qkv"]
     made, turned = 3 * 64, 2 * 64  # features of queries, keys and values; of queries and keys
     assert moved[0] - moved[1] == 4 * 2 * 32 * (3 * (made + turned) - made)
+
+
+def test_keys_are_repeated_where_a_kernel_asks_for_it() -> None:
+    kept = []
+    for view in (VIEW, replace(VIEW, repeats_heads=True)):
+        kept += [one.kept for one in units(DENSE, view)[1].operators if one.name == "qkv"]
+    once, repeated = 2 * (8 + 4) * 8 + 4 * 8, 3 * 8 * 8  # features of 8 queries and 4 keys, made and turned, and values
+    assert kept[0] - kept[1] == 4 * 2 * 32 * (once - repeated)

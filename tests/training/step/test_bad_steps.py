@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import warnings
 from collections import deque
 from collections.abc import Sequence
@@ -292,8 +293,10 @@ BIASED = ("--num-experts", "4", "--moe-router-bias-update-rate", "0.01")
 def test_a_replica_that_diverges_is_named(flags: tuple[str, ...], name: str, told: str) -> None:
     if "--mp-degree" in flags:
         flags = (*flags, "--num-query-groups", "4")
-    with pytest.raises(RanksFailed, match=rf"CorruptionError: iteration 3: replicas .* differ: .*{name} .*{told}"):
+    wanted = rf"CorruptionError: iteration 3: replicas .* differ: .*{name} .*{told}"
+    with pytest.raises(RanksFailed, match=wanted) as raised:
         run_ranks(4, diverge, flags, name, 2, group=False)
+    assert all(re.search(wanted, text) for text in raised.value.failures.values())  # also ranks that are right
 
 
 def test_limits_are_counted_in_a_row_and_over_a_restart() -> None:
