@@ -46,6 +46,18 @@ def test_what_the_table_lacks_is_measured(name: str, dtype: torch.dtype) -> None
     assert flops > 1e7
 
 
+def test_what_is_measured_are_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = [0.0]
+
+    def pass_by(more: float) -> float:
+        seconds[0] += more
+        return seconds[0]
+
+    monkeypatch.setattr(peak.time, "perf_counter", lambda: pass_by(0.001))
+    monkeypatch.setattr(torch, "mm", lambda a, b: pass_by(0.25))
+    assert peak._gemm_flops(Device(), torch.float32, 8) == pytest.approx(2 * 8**3 / 0.25, rel=0.01)
+
+
 @pytest.mark.parametrize(("dtype", "sizes"), [(torch.float32, [512]), (torch.bfloat16, [128])])
 def test_only_dtypes_that_may_be_slow_are_measured_by_a_small_product(
     dtype: torch.dtype, sizes: list[int], monkeypatch: pytest.MonkeyPatch

@@ -209,6 +209,13 @@ def test_the_proof_can_fail(rank: int, first: str, second: str) -> None:
         check(changed(schedule, rank, first, second))
 
 
+def test_a_backward_waits_for_that_of_the_next_chunk_on_the_same_rank() -> None:
+    schedule = make_schedule("zero_bubble", 2, 2, 4)
+    check(schedule)
+    with pytest.raises(DeadlockError, match="rank 1 before 1I0"):
+        check(changed(schedule, 1, "1I0", "2I0"))
+
+
 def test_work_left_out_or_done_twice_is_found() -> None:
     schedule = make_schedule("zero_bubble", 2, 1, 2)
     without = tuple(tuple(a for a in program if str(a) != "1W1") for program in schedule.programs)

@@ -141,3 +141,35 @@ def test_keys_are_repeated_where_a_kernel_asks_for_it() -> None:
         kept += [one.kept for one in units(DENSE, view)[1].operators if one.name == "qkv"]
     once, repeated = 2 * (8 + 4) * 8 + 4 * 8, 3 * 8 * 8  # features of 8 queries and 4 keys, made and turned, and values
     assert kept[0] - kept[1] == 4 * 2 * 32 * (once - repeated)
+
+
+def test_a_router_in_one_kernel_keeps_its_input_logits_and_choices() -> None:
+    """Of each choice an index, its probability and its weight, and of each token two sums."""
+    layer = spec_of(MOE).costs(MOE, replace(VIEW, fused_router=True)).layer(1)
+    kept = [operator.kept for operator in layer.operators if operator.name == "router"]
+    assert kept == [2 * 32 * (4 * 64 + 4 * 8 + 2 * (8 + 4 + 4) + 2 * 4)]
+
+
+@pytest.mark.parametrize(("ep", "more"), [(1, 0), (4, 2 * 8)])
+def test_a_dispatch_keeps_the_order_of_its_rows(ep: int, more: int) -> None:
+    """Indices of pairs both ways, of each row its token and weight; where rows travel, also those among rows here."""
+    layer = spec_of(MOE).costs(MOE, replace(VIEW, ep=ep)).layer(1)
+    kept = [operator.kept for operator in layer.operators if operator.name == "dispatch"]
+    assert kept == [2 * 32 * 2 * (2 * 8 + 8 + 4 + more)]
+
+
+def test_a_ring_holds_sums_and_the_keys_values_and_gradients_of_two_ranks() -> None:
+    held = []
+    for algorithm in ({"ring": True}, {"ulysses": True}):
+        layer = units(DENSE, replace(VIEW, cp=2, **algorithm))[1]
+        held += [operator.transient for operator in layer.operators if operator.name == "core"]
+    assert held[0] - held[1] == 32 * 4 * (8 * 8 + 2 * 2 * (2 * 4 * 8))
+
+
+def test_the_gradient_of_the_shared_experts_input_passes_the_router() -> None:
+    passing = []
+    for number in (0, 1):
+        sizes = replace(MOE, moe=replace(MOE.moe, shared_experts=number))
+        layer = spec_of(sizes).costs(sizes, VIEW).layer(1)
+        passing += [operator.transient for operator in layer.operators if operator.name == "router"]
+    assert passing[1] - passing[0] == 4 * 2 * 32 * 64

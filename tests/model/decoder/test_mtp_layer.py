@@ -202,6 +202,8 @@ def test_a_block_after_a_dense_layer_is_dense_with_its_own_norm() -> None:
     names = {row.name for row in table_of(replace(sizes, num_layers=2)) if row.name.startswith("mtp.")}
     assert {"mtp.block.mlp.down.weight", "mtp.final_norm.weight"} < names
     assert not any(".moe." in name for name in names)
+    published = {row.name for row in table_of(replace(MOE, mtp_depth=1)) if row.name.startswith("mtp.")}
+    assert published == names - {"mtp.final_norm.weight"}  # that of ERNIE 4.5, after a layer with experts
 
 
 def test_counts_leave_the_block_out_and_old_checkpoints_have_a_dense_one() -> None:

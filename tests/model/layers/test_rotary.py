@@ -14,6 +14,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import yarn_apply_mscale
 
+from megapar.arguments import parse
 from megapar.core.device.ops import OPS
 from megapar.model.layers.rotary import RotaryEmbedding, rotate
 from megapar.model.rope_scaling import RopeScaling
@@ -104,6 +105,11 @@ def test_scalings_that_are_none() -> None:
         RopeScaling(rope_type="dynamic")
     with pytest.raises(ValueError, match="low_freq_factor"):
         RopeScaling(rope_type="llama3", low_freq_factor=4.0)
+
+
+def test_a_scaling_has_the_defaults_of_its_flags() -> None:
+    config = parse("moe", ["--rope-scaling-type", "yarn"], {})
+    assert config.model.rope_scaling == RopeScaling(rope_type="yarn")
 
 
 def test_angles_of_far_positions_are_not_rounded_to_the_compute_dtype() -> None:
