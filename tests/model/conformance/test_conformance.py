@@ -42,15 +42,15 @@ def _covering() -> list[Row]:
     return chosen
 
 
-# The two that train for longest. What a setting or another mixture of the same parts does to logits, losses and
-# gradients the suite measures for every row, and leaves these two to ``-m table``.
-LONG = ("20 steps", "bf16")
+# What a setting or another mixture of the same parts does to these the suite measures for every row. The other checks
+# of rows without a part of their own are in ``-m table``.
+FOR_EVERY_ROW = ("logits", "loss", "gradients", "refusals")
 COVERING = _covering()
 CELLS = [
     pytest.param(
         *(row, check),
         id=f"{row.name}-{check}",
-        marks=[pytest.mark.table] if check in LONG and row not in COVERING else [],
+        marks=[] if check in FOR_EVERY_ROW or row in COVERING else [pytest.mark.table],
     )
     for row in ROWS
     for check in CHECKS
