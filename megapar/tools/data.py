@@ -24,7 +24,7 @@ def make_parser() -> Parser:
         prog="megapar data",
         description="Prepare, check and show data, and train tokenizers.",
         examples=(
-            "prepare my.jsonl --tokenizer-model tokenizer.model --output data/my",
+            "prepare --input my.jsonl --tokenizer-model tokenizer.model --output data/my",
             "show my.jsonl --tokenizer-model tokenizer.model",
             "check data/my",
         ),
