@@ -6,7 +6,10 @@ import ast
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import yaml
+
 from tests.museum.museum import KILLED, ROOT, Exhibit, Found, places_of
+from tests.museum.mutator import FATES, TABLE, survivors
 
 PAGE = ROOT / "docs" / "museum.md"
 FIRST = (67, 79)  # killed, and tried, of mutations, on 2026-11-26
@@ -77,6 +80,28 @@ formula; and data in which all batches are alike, so that a mean of means is the
 To add one: the change as lines of context (` `), removed (`-`) and added (`+`) lines, as short as they are unique, and
 a test that takes at most 10 seconds alone; ten may take more. `scripts/museum.sh --record NAME` enters its seconds.
 """
+MUTANTS = """
+## Random mutants
+
+Exhibits are bugs that somebody has met. `scripts/mutants.sh` makes others: comparisons, arithmetic, constants, dropped
+statements, swapped arguments, axes and branches, as many of each kind, each a change of one line of core/, moe/,
+model/, training/step/ or data/sampling/. The tests that reach the line, in ranks too, run for up to 90 seconds. With
+{endless} of these mutants a test did not end, which counts as killed. *Not covered* are lines that only programs
+started by tests reach, or none. Left out are `core/device/triton_*`, functions named `..._cuda`, and texts for people.
+
+```bash no-run
+scripts/mutants.sh --coverage -n 2              # which tests reach which lines: takes two runs of the suite
+scripts/mutants.sh --seed 1 --draws 150         # goes on where it was stopped
+```
+
+| draw | killed at first | survived | not covered | killed today | equal programs | survive | not covered |
+|---|---|---|---|---|---|---|---|
+{scores}
+What was not killed at first, and what became of it:
+
+| seed | place | change | became |
+|---|---|---|---|
+"""
 COLUMNS = """| report | what was wrong, and what users saw | first loss | the change here | killed by | s |
 |---|---|---|---|---|---|
 """
@@ -98,7 +123,36 @@ def page(exhibits: Sequence[Exhibit], modules: Mapping[Path, str]) -> str:
     for area, title in AREAS.items():
         text += f"\n## {title}\n\n{COLUMNS}"
         text += "".join(_row(one, modules) for one in exhibits if one.area == area)
+    return text + mutants()
+
+
+def mutants() -> str:
+    """Return the section of random mutants: the scores of draws, and what became of those that were not killed."""
+    scores, rows, lines = yaml.safe_load(TABLE.read_text("utf-8"))["draws"], survivors(), ""
+    for score in scores:
+        own = [row for row in rows if row["seed"] == score["seed"]]
+        killed = score["killed"] + sum("test" in row or "exhibit" in row for row in own)
+        equal, left = (sum(name in row for row in own) for name in ("equivalent", "left"))
+        uncovered = sum("left" in row and row.get("uncovered", False) for row in own)
+        before = f"{score['killed']} | {score['survived']} | {score['not_covered']}"
+        lines += f"| {score['draws']} of seed {score['seed']}, {score['when']} | {before} "
+        lines += f"| {killed} | {equal} | {left - uncovered} | {uncovered} |\n"
+    text = MUTANTS.format(scores=lines, endless=sum(score["endless"] for score in scores))
+    for row in rows:
+        place, fate = row["place"].removeprefix("megapar/"), next(fate for fate in (*FATES, "left") if fate in row)
+        old, new = _differing(row["old"].split(" "), row["new"].split(" "))
+        text += f"| {row['seed']} | `{place}` | {old} → {new} | {fate}: {row[fate].removeprefix('tests/')} |\n"
     return text
+
+
+def _differing(old: Sequence[str], new: Sequence[str]) -> tuple[str, str]:
+    """Return the words that differ, with one more on each side, as code."""
+    alike = [n for n, pair in enumerate(zip(old, new, strict=False)) if pair[0] != pair[1]]
+    behind = [n for n, pair in enumerate(zip(old[::-1], new[::-1], strict=False)) if pair[0] != pair[1]]
+    first, after = max(0, alike[0] - 1), max(0, behind[0] - 1)
+    parts = (" ".join(words[first : len(words) - after]).replace("|", r"\|") for words in (old, new))
+    one, other = (f"`` {part} ``" for part in parts)
+    return one, other
 
 
 def _row(exhibit: Exhibit, modules: Mapping[Path, str]) -> str:
