@@ -42,7 +42,7 @@
     let rows = names.length > 0 ? 1 : 0, used = 0;
     for (const name of names) {
       const more = width([name], 11) + 44;
-      [rows, used] = used && used + more > place.clientWidth ? [rows + 1, more] : [rows, used + more];
+      [rows, used] = used && used + more > place.clientWidth - 24 ? [rows + 1, more] : [rows, used + more];
     }
     place.style.height = `${place.clientHeight + Math.max(0, rows - 1) * ROW}px`;
     return { top: CAPTION + 14 + rows * ROW, legend: { show: rows > 0, type: "plain", top: CAPTION + 4, left: 0,
@@ -115,19 +115,21 @@
   function bars(figure, place) {
     const total = figure.bars.map((_, row) => figure.parts.reduce((sum, part) => sum + part.values[row], 0));
     const most = Math.max(...total), { top, legend } = key(figure.parts.map((part) => part.name), place, { itemStyle: {} });
+    const left = width(figure.bars, 12) + 12, end = Math.max(most, figure.limit ?? 0) * 1.02;
+    const fits = (value, label) => (value / end) * (place.clientWidth - left - 84) > width([label], 11) + 4 ? label : "";
     return {
       legend,
       tooltip: { ...tooltip, trigger: "item",
         formatter: (bar) => tip(bar.name, [[bar.color, bar.seriesName, `${short(bar.value)} ${figure.unit}`]]) },
-      grid: { left: width(figure.bars, 12) + 12, right: 84, top, bottom: 24 },
+      grid: { left, right: 84, top, bottom: 24 },
       xAxis: axis({ type: "value", axisLabel: { ...text, formatter: short, showMaxLabel: !figure.limit },
-        max: figure.limit ? Math.max(most, figure.limit) * 1.02 : undefined }),
+        max: figure.limit ? end : undefined }),
       yAxis: axis({ type: "category", data: figure.bars, inverse: true, axisLabel: { fontSize: 12, color: INK } }),
       series: [
         ...figure.parts.map((part) => ({ type: "bar", stack: "all", name: part.name, color: part.color, barWidth: 24,
           animation: false, data: part.values, itemStyle: { borderColor: "#fff", borderWidth: 1 },
           label: { show: true, color: "#fff", fontSize: 11,
-            formatter: (bar) => (bar.value / most > 0.06 ? short(+bar.value.toPrecision(3)) : "") } })),
+            formatter: (bar) => fits(bar.value, short(+bar.value.toPrecision(3))) } })),
         { type: "bar", stack: "all", data: total.map(() => 0), animation: false, silent: true, tooltip: { show: false },
           markLine: { silent: true, symbol: "none", animation: false, label: { show: false },
             lineStyle: { color: "#dc2626", width: 1.5, type: "solid" }, data: figure.limit ? [{ xAxis: figure.limit }] : [] },

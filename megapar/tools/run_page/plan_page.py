@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from html import escape
 
@@ -38,7 +39,7 @@ def plan_page(plan: Plan, search: Search | None = None, command: str = "") -> st
 def _tiles(plan: Plan) -> str:
     cells = []
     for name, value in verdict(plan).items():
-        main, _, more = value.partition(", ")
+        main, more, *_ = [*re.split(r", | (?=of |for )", value, maxsplit=1), ""]
         small = f"<span>{escape(more)}</span><br>" if more else ""
         long = " class=long" if len(main) > 12 else ""
         cells.append(f"<div{long}><b>{escape(main)}</b>{small}<span>{escape(name)}</span></div>")
