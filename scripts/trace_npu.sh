@@ -28,4 +28,6 @@ if [ "$(cat build/npu/stamp 2>/dev/null)" != "$version" ]; then
     echo "$version" > build/npu/stamp
 fi
 export TORCH_DEVICE_BACKEND_AUTOLOAD=0 LD_LIBRARY_PATH="$PWD/build/npu/lib" PYTHONPATH="$PWD" PYTHONWARNINGS=ignore
-exec "$env/bin/python" scripts/trace_npu.py "$@"
+root=$PWD
+cd build/npu  # torch_npu's profiler leaves a file where it is started
+exec "$root/$env/bin/python" "$root/scripts/trace_npu.py" "$@"
