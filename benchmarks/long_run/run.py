@@ -1,13 +1,13 @@
 """600 steps with checkpoints in the background: killed runs repeat every bit; memory, files and steps stay flat.
 
-    python -m benchmarks.long_run.run [--steps 600] [--restarts 3] [--only NAME ..] [--results FOLDER]
+    python -m benchmarks.long_run.run [--steps 600] [--restarts 3] [--shape gpt-oss] [--only NAME ..] [--results FOLDER]
 
-The quickstart's size in DeepSeek-V3's shape. Four runs, one after the other: experts over two processes, tensors over
-two processes, and both again with a process killed three times, after which the launcher restarts all from the last
-checkpoint. Every two seconds it records what each process holds, and the time of a fixed amount of work, to which steps
-are compared, because the speed of a shared machine changes; every 40 steps, what rank 0 has in use. Status 1 if a run
-did not end, if a loss of a killed run differs in a bit from that of the undisturbed run, or if a late figure exceeds an
-early one by more than LIMITS allows.
+The quickstart's size in DeepSeek-V3's shape, or in GPT-OSS's with Muon. Four runs, one after the other: experts over
+two processes, tensors over two processes, and both again with a process killed three times, after which the launcher
+restarts all from the last checkpoint. Every two seconds it records what each process holds, and the time of a fixed
+amount of work, to which steps are compared, because the speed of a shared machine changes; every 40 steps, what rank
+0 has in use. Status 1 if a run did not end, if a loss of a killed run differs in a bit from that of the undisturbed
+run, or if a late figure exceeds an early one by more than LIMITS allows.
 """
 
 from __future__ import annotations
@@ -29,16 +29,25 @@ from pathlib import Path
 from benchmarks.support.table import machine, print_json, print_table
 
 ROOT = Path(__file__).parents[2]
+QUICKSTART = ("--config", "configs/quickstart.yaml", "--untie-embeddings-and-output-weights")
 # Latent attention, sigmoid scores in groups with a bias, balance of single sequences, a shared expert beside routed
 # ones, dense layers first, and multi-token prediction; untied, as published.
-SHAPE = (
-    *("--config", "configs/quickstart.yaml", "--untie-embeddings-and-output-weights"),
+DEEPSEEK_V3 = (
+    *QUICKSTART,
     *("--multi-latent-attention", "--num-query-groups", "4", "--q-lora-rank", "96", "--kv-lora-rank", "64"),
     *("--qk-head-dim", "32", "--qk-pos-emb-head-dim", "16", "--v-head-dim", "32"),
     *("--moe-router-score-function", "sigmoid", "--moe-router-num-groups", "4", "--moe-router-group-topk", "2"),
     *("--moe-router-topk-scaling-factor", "2.5", "--moe-aux-loss-coeff", "0", "--moe-seq-aux-loss-coeff", "1e-4"),
     *("--mtp-depth", "1", "--mtp-block", "layer", "--mtp-loss-weight", "0.3"),
 )
+# Sinks, a window in every second layer, biases everywhere, clamped swiglu, four of eight experts; with Muon.
+GPT_OSS = (
+    *QUICKSTART,
+    *("--attention-sinks", "--window-size", "64", "--window-attn-skip-freq", "2", "--activation", "clamped_swiglu"),
+    *("--add-bias-linear", "--moe-router-linear-bias", "--moe-router-topk", "4", "--moe-shared-experts", "0"),
+    *("--first-k-dense", "0", "--moe-router-bias-update-rate", "0", "--optimizer", "muon"),
+)
+SHAPES = {"deepseek-v3": DEEPSEEK_V3, "gpt-oss": GPT_OSS}
 EXPERTS = ("--ep-degree", "2")
 TENSORS = ("--ep-degree", "1", "--mp-degree", "2", "--sequence-parallel")
 LOOK_SECONDS = 2.0
@@ -106,11 +115,11 @@ class Run:
     counted: dict[int, dict[str, float]] = field(default_factory=dict)
 
 
-def run(name: str, folder: Path, steps: int, kills: list[int]) -> Run:
+def run(name: str, shape: str, folder: Path, steps: int, kills: list[int]) -> Run:
     """Train to the end. A process is killed each time that the metrics reach one of these iterations."""
     metrics = folder / "metrics.jsonl"
     line = [sys.executable, "-m", "megapar.tools.main", "launch", "--nproc-per-node", "2"]
-    line += ["--max-restarts", str(len(kills)), "benchmarks/long_run/counted.py", *SHAPE, *LAYOUTS[name]]
+    line += ["--max-restarts", str(len(kills)), "benchmarks/long_run/counted.py", *SHAPES[shape], *LAYOUTS[name]]
     line += ["--train-iters", str(steps), "--micro-batch-size", "1", "--global-batch-size", "2", "--lr", "1e-3"]
     line += ["--log-interval", "1", "--metrics-jsonl", str(metrics)]
     line += ["--eval-interval", str(EVALUATED_EVERY), "--eval-iters", "2"]
@@ -231,6 +240,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--restarts", type=int, default=3)
+    parser.add_argument("--shape", choices=list(SHAPES), default="deepseek-v3")
     parser.add_argument("--only", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS))
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
@@ -240,7 +250,7 @@ def main() -> int:
     runs: dict[str, Run] = {}
     for name in options.only:
         with tempfile.TemporaryDirectory() as folder:
-            runs[name] = run(name, Path(folder), options.steps, kills if name.endswith(KILLED) else [])
+            runs[name] = run(name, options.shape, Path(folder), options.steps, kills if name.endswith(KILLED) else [])
     rows, found = [], dict[str, dict]()
     for name, done in runs.items():
         grown = growth(done, options.steps)
@@ -260,7 +270,12 @@ def main() -> int:
             if what in LIMITS and value > LIMITS[what]:
                 print(f"{name}: {what} grew to {value:.3f} of what it was early; at most {LIMITS[what]} wanted")
                 bad = True
-    result: dict[str, object] = {"benchmark": "long run", "machine": machine("cpu"), "runs": found}
+    result: dict[str, object] = {
+        "benchmark": "long run",
+        "shape": options.shape,
+        "machine": machine("cpu"),
+        "runs": found,
+    }
     differ = {name: _differences(runs[name], killed) for name in runs if (killed := runs.get(name + KILLED))}
     for name, number in differ.items():
         print(f"{name}: losses of the killed run that differ from the other's: {number} of {len(runs[name].records)}")

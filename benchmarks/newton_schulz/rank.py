@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megapar.arguments import parse_or_exit
 from megapar.core.optimizer.muon import orthogonalize
-from megapar.trainer import train
+from megapar.trainer import main
 from megapar.training.loop.callbacks import TrainerCallback
 
 
@@ -45,4 +45,4 @@ class Iterations(TrainerCallback):
 if __name__ == "__main__":
     iterations = Iterations(os.environ["BENCHMARK_ITERATIONS"])
     with patch("megapar.core.optimizer.muon.orthogonalize", iterations.orthogonalize):
-        train(parse_or_exit("moe"), callbacks=[iterations])
+        main(parse_or_exit("moe"), callbacks=[iterations])
