@@ -184,7 +184,8 @@ def recorded(text: str, name: str, seconds: float) -> str:
     """Return the table with the seconds of an exhibit."""
     before, found, after = text.partition(f"- name: {name}\n")
     entry, border, rest = after.partition("\n- name: ")
-    entry = re.sub(r"  seconds: .*\n", "", entry).replace("  change: ", f"  seconds: {seconds:.1f}\n  change: ", 1)
+    entry = re.sub(r"  seconds: .*\n", "", entry)
+    entry = entry.replace("  change: ", f"  seconds: {max(seconds, 0.1):.1f}\n  change: ", 1)
     return before + found + entry + border + rest
 
 

@@ -119,6 +119,20 @@ def test_a_split_master_is_its_parameters_and_remainders(odd: tuple[int, ...]) -
     assert bucket.gradient.dtype == torch.bfloat16
 
 
+def test_gradients_of_many_micro_batches_add_up_in_the_main_dtype() -> None:
+    """1 + 256 / 512: in bf16 each of the later ones would vanish."""
+    bucket = lone_bucket((2, 3, 8))
+    (member,) = bucket.members
+    for number in range(257):
+        bucket.begin_micro_batch()
+        member.parameter.grad = torch.full_like(member.parameter, 1.0 if number == 0 else 2.0**-9)
+        bucket.add(0)
+    bucket.start_grad_reduce(overlap=False)
+    bucket.finish_grad_reduce(last=True, overlap=False)
+    assert bucket.gradient is not None
+    assert set(bucket.piece(bucket.gradient, member).flatten().tolist()) == {1.5}
+
+
 def train(rank: int, world_size: int, rendezvous: str, kind: str, flags: tuple[str, ...], filled: bool):
     """(whether a row was filled up, parameters after two steps), with NaN wherever a buffer is taken."""
     lengths = []
