@@ -106,9 +106,9 @@ def help_text(kind: str, topic: str = "") -> str:
         return "\n\n".join(parts) + "\n"
     known = {normal(flag.spelling[2:]): flag for flags in groups.values() for flag in flags}
     aliases = {normal(alias.name): flag for flags in groups.values() for flag in flags for alias in flag.aliases}
-    word = word if word in {**aliases, **known} else word.removeprefix("no-")  # of a switch
-    if word in {**aliases, **known}:
-        return f"{_lines_of([{**aliases, **known}[word]], kind)}\n"
+    named = known.get(word) or aliases.get(word) or known.get(word.removeprefix("no-"))  # of a switch
+    if named is not None:
+        return f"{_lines_of([named], kind)}\n"
     names = list(dict.fromkeys([*groups, *known]))
     near = [name for name in names if word in name][:NEAR] or get_close_matches(word, names, NEAR, 0.6)
     hint = f" Did you mean {either(near)}?" if near else ""

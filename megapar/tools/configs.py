@@ -11,6 +11,7 @@ from typing import Any
 
 from megapar.config.config import FLAGS
 from megapar.config.published import Unsupported, architecture_of, flags_of, read_config, remarks
+from megapar.config.values import shown
 from megapar.config.yaml_file import FOLDER, SUFFIX, near_preset, preset_names
 from megapar.model.rope_scaling import NONE
 from megapar.schema.flag import SCRIPTS
@@ -87,9 +88,7 @@ def published_yaml(config: Json, source: str) -> str:
     width = max(len(text) for text, _ in lines)
     notes = [f"# Not in it: {remark}." for remark in remarks(config)]
     if (weight := config.get("router_aux_loss_coef")) is not None:
-        notes.append(
-            f"# Not in it: router_aux_loss_coef is {weight}, the weight of another formula; see docs/models.md."
-        )
+        notes.append(f"# Not in it: router_aux_loss_coef is {shown(weight)}, of another formula (docs/models.md).")
     header = [
         f"# {architecture.name} from random weights, with the sizes of {source}; any of them may be changed.",
         f"# Add data, batch, rate, steps and layout, as in: megapar pretrain {kind} --config FILE --data-path PATH ...",

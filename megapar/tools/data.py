@@ -39,10 +39,10 @@ def make_parser() -> Parser:
 
 def main(argv: Sequence[str]) -> int:
     """Run prepare, show, check or train-tokenizer. Return the exit status: 0 done, 1 or 2 failed, 130 interrupted."""
-    command, *rest = argv or [""]
-    if command in ("prepare", "train-tokenizer") and rest and not rest[0].startswith("-"):
-        rest = ["--input", *rest]  # paths may come first, as those of show and check do
-    args = make_parser().parse_args([command, *rest] if argv else argv)
+    words = list(argv)
+    if words[:1] in (["prepare"], ["train-tokenizer"]) and words[1:] and not words[1].startswith("-"):
+        words.insert(1, "--input")  # paths may come first, as those of show and check do
+    args = make_parser().parse_args(words)
     try:
         run: Callable[[argparse.Namespace], int] = args.run
         return run(args)

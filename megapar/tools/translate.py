@@ -261,19 +261,20 @@ def describe(translation: Translation, source: Script | None = None) -> str:
 def as_yaml(translation: Translation, source: Script | None = None) -> str:
     """Return the heading as comments, how to start the file, and the trainer's flags as a file for --config.
 
-    What is left to the user, and what the rules refuse, is a comment each.
+    What changes the training, is left to the user or refused is a comment each, of one line whatever values contain.
     """
-    lines = [f"# {text}" for text in _heading(translation, source)]
-    if not translation.kind:
-        return "\n".join(lines) + "\n"
-    launcher, trainer = equivalent(translation.items)
-    script = SCRIPTS[translation.kind]
-    lines.append(f"# Start it by: {' '.join(['megapar launch', *launcher, script])} --config FILE")
-    lines += [f"# {item.here or item.flag}: {item.reason}" for item in translation.items if item.verdict == LEFT]
-    lines += [f"# {one}" for one in (translation.answer.complaints if translation.answer else ())]
-    draft = Draft(translation.kind)
-    read_line(draft, [word for flags in trainer for word in shlex.split(flags)])
-    return "\n".join([*lines, f"script: {script}"]) + "\n" + yaml_of(draft.values)
+    notes, settings = _heading(translation, source), ""
+    if translation.kind:
+        launcher, trainer = equivalent(translation.items)
+        script = SCRIPTS[translation.kind]
+        draft = Draft(translation.kind)
+        read_line(draft, [word for flags in trainer for word in shlex.split(flags)])
+        notes.append(f"Start it by: {' '.join(['megapar launch', *launcher, script])} --config FILE")
+        noted = [item for item in translation.items if item.verdict == LEFT or item in changing(translation.items)]
+        notes += [f"{_named(item)}: {item.reason}" for item in noted]
+        notes += map(str, translation.answer.complaints if translation.answer else draft.complaints)
+        settings = f"script: {script}\n{yaml_of(draft.values)}"
+    return "".join(f"# {' '.join(note.split())}\n" for note in notes) + settings
 
 
 def _heading(translation: Translation, source: Script | None) -> list[str]:

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import coverage
 import pytest
@@ -78,12 +79,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[Any]:
     def run_recorded(pool: ranks.Pool, function: Callable[..., Any], *args: Any) -> Any:
         return run(pool, Recorded(function, folder, item.nodeid), *args)
 
-    ranks.Pool.run = run_recorded  # type: ignore[method-assign]
-    try:
-        with recorded(folder, item.nodeid):
-            return (yield)
-    finally:
-        ranks.Pool.run = run  # type: ignore[method-assign]
+    with patch.object(ranks.Pool, "run", run_recorded), recorded(folder, item.nodeid):
+        return (yield)
 
 
 @pytest.hookimpl(wrapper=True)

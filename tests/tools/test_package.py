@@ -55,7 +55,7 @@ def test_configs_of_a_published_model_train_that_model(
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     assert main(["configs", "--from-hf", str(tmp_path)]) == 0
     (tmp_path / "its.yaml").write_text(said := capsys.readouterr().out, encoding="utf-8")
-    assert "# Not in it: router_aux_loss_coef is 0.5, the weight of another formula; see docs/models.md.\n" in said
+    assert "# Not in it: router_aux_loss_coef is 0.5, of another formula (docs/models.md).\n" in said
     kind, flags = flags_of(config)
     parsed = parse(kind, ["--config", str(tmp_path / "its.yaml"), "--data-path", "mock", "--seq-length", "8"])
     sizes = parsed.model

@@ -78,6 +78,17 @@ def test_a_file_names_what_is_left_and_what_is_refused(tmp_path: Path, capsys: p
     assert "\ncp_degree: 8\n" in said
 
 
+def test_no_value_of_a_script_becomes_a_line_of_the_file(tmp_path: Path) -> None:
+    """What cannot be read is a comment, also where sizes are left and no rule has looked at it."""
+    words = [*PLAIN[2:], "--lr-decay-style", "x\nnum_layers: 7", "--clip-grad", "much\nseed: 8"]
+    written = as_yaml(translate_line(take_apart(["pretrain_gpt.py", *words])))
+    (tmp_path / "run.yaml").write_text(written)
+    read = Draft("moe")
+    read_file(read, str(tmp_path / "run.yaml"))
+    assert not {"num_layers", "seed"} & read.values.keys()
+    assert re.search(r"^# --clip-grad: .*much", written, re.MULTILINE)
+
+
 @pytest.mark.parametrize(
     ("name", "ranks"),
     [
