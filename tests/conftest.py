@@ -1,4 +1,4 @@
-"""Drawn examples are the same in every run, workers of pytest-xdist keep to cores of their own, and no collection of
+"""What is drawn is the same in every run, workers of pytest-xdist keep to cores of their own, and no collection of
 garbage looks at what was imported. ``CI_SHARE`` draws from the tables, never from the suite.
 """
 
@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import gc
 import os
+import random
+import sys
 
 import pytest
 from hypothesis import settings
@@ -48,6 +50,14 @@ def pytest_configure(config: pytest.Config) -> None:
         os.sched_setaffinity(0, own)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Start the generators as those of the ranks are: a test draws the same alone, among others and on each try."""
+    random.seed(0)
+    if (torch := sys.modules.get("torch")) is not None:  # a test of what needs no torch does not wait for it
+        torch.manual_seed(0)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave the share of the tables that was asked for."""
     kept, left = [], []
@@ -65,3 +75,8 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Let what was left out be collected at the end of the process, where libraries look for what they have lost."""
+    gc.unfreeze()

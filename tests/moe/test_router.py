@@ -145,7 +145,7 @@ def test_gradients_of_all_readers_are_added_with_the_router_s_unrounded(used):
 
 
 def test_only_a_wider_router_passes_its_input_on():
-    """With the gradients of all readers: of the router, and of those of what it passes on."""
+    """With the gradients of all readers: of the router, and of those of what it passes on. Its weights stay wide."""
     x = torch.randn(5, 8, dtype=torch.float64, requires_grad=True)
     assert router()(x).passed is None
     made, narrow = router(torch.bfloat16), x.detach().bfloat16().requires_grad_()
@@ -155,7 +155,9 @@ def test_only_a_wider_router_passes_its_input_on():
     (got,) = torch.autograd.grad(
         (routing.weights, *routing.passed), narrow, (upstream, narrow.detach(), narrow.detach())
     )
-    (own,) = torch.autograd.grad(made(wide := narrow.detach().float().requires_grad_()).weights, wide, upstream)
+    of_wide = made(wide := narrow.detach().float().requires_grad_())
+    torch.testing.assert_close(routing.weights, of_wide.weights, rtol=0, atol=0)
+    (own,) = torch.autograd.grad(of_wide.weights, wide, upstream)
     torch.testing.assert_close(got, (2 * narrow.detach().float() + own).bfloat16(), rtol=0, atol=0)
     with torch.no_grad():
         assert made(narrow).passed is None
