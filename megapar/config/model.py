@@ -199,7 +199,6 @@ class TrainingOptions:
         "compute the products of linear layers and their input gradients in fp8 (e4m3, scales by "
         "--fp8-recipe), except for routed experts, latents, routers, embeddings and heads; --device cpu emulates it",
         role=roles.PRECISION,
-        undrawn="its widths are multiples of 128; rows of tests/equivalence/table.py compare its layouts",
     )
     fp8_recipe: str = flag(
         "blockwise",
@@ -207,14 +206,12 @@ class TrainingOptions:
         "whole input, gradient or weight (compute capability 8.9 or more)",
         choices=("blockwise", "tensorwise"),
         role=roles.PRECISION,
-        undrawn="it needs --fp8; rows of tests/equivalence/table.py compare its layouts",
     )
     fp8_experts: bool = flag(
         False,
         "with fp8, compute the products of routed experts and their input gradients in fp8 too, with a scale per row",
         role=roles.PRECISION,
         models=MOE,
-        undrawn="it needs --fp8; rows of tests/equivalence/table.py compare its layouts",
     )
     apex: bool = flag(
         False,

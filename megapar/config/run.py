@@ -13,7 +13,6 @@ from megapar.schema.phase_plan import phases_text
 
 METRICS_OFF = "off"  # a value of --metrics-jsonl
 PRETRAIN, SFT = "pretrain", "sft"  # values of --task
-_NEEDS_TASK = "it needs --task sft"
 
 
 def day_text(value: Any) -> str:
@@ -105,7 +104,6 @@ class DataOptions:
         "prepared by megapar data prepare --task sft",
         choices=(PRETRAIN, SFT),
         models=MOE,
-        undrawn="it needs conversations; tests/equivalence/test_conversations.py compares its layouts",
     )
     chat_template: str | None = flag(
         None,
@@ -128,28 +126,24 @@ class DataOptions:
         "sft: learn all turns of the assistant, or the last one of each conversation",
         choices=("all", "last"),
         models=MOE,
-        undrawn=_NEEDS_TASK,
     )
     sft_loss: str = flag(
         "token",
         "sft: what counts equally in the loss of a global batch: each learned token, or each conversation",
         choices=("token", "conversation"),
         models=MOE,
-        undrawn=_NEEDS_TASK,
     )
     sft_packing: str = flag(
         "best_fit",
         "sft: place as many conversations in a sample as fit, apart in attention and positions; pad: one in each",
         choices=("best_fit", "pad"),
         models=MOE,
-        undrawn=_NEEDS_TASK,
     )
     sft_overlong: str = flag(
         "stop",
         "sft: on conversations longer than a sample, stop, leave them out, or cut their ends off",
         choices=("stop", "drop", "truncate"),
         models=MOE,
-        undrawn=_NEEDS_TASK,
     )
     mlm_probability: float = flag(
         0.15, "fraction of tokens that are masked", above=0, high=0.9, models=ERNIE, role=roles.LOSS

@@ -21,15 +21,10 @@ from tests.equivalence.table import COMMON, MODELS, WINDOWS
 from tests.model.conformance import theirs
 from tests.model.conformance.exact import widened
 from tests.model.conformance.rows import Row
-from tests.support.chat import conversations, save_tokenizer, turns
+from tests.support.chat import MARKED, conversations, save_tokenizer, turns
 from tests.support.ranks import RanksFailed, run_ranks, side_by_side
 
 S, SEED = 160, 7
-MARKED = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}"
-    "{% generation %}{{ m.content if m.role == 'assistant' else '' }}{% endgeneration %}"
-    "{{ m.content if m.role != 'assistant' else '' }}{{ '<|im_end|>' }}{% endfor %}"
-)
 NO_BALANCE = ("--moe-aux-loss-coeff", "0", "--moe-z-loss-coeff", "0")
 PLAIN = ("--eval-interval", "0", "--split", "100,0", "--dtype", "fp64")
 EXACT = 1e-11

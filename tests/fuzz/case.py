@@ -27,6 +27,7 @@ GLOO, LATE, LAZY, BOTH = "gloo", "late", "lazy", "late and lazy"
 BACKENDS = (GLOO, GLOO, LAZY, LATE)  # as often as each stands here
 THEN = "then"  # between the flags of a run and of the one that continues it
 CONTINUED = 5  # one case in so many, if it can
+IN_A_BUCKET = 3  # one case in so many of those that save checkpoints
 UNCOMPILED = 6  # cases of one or two ranks for each that is compiled: 1 case of 20 in all
 LAYOUTS_TRIED = 6  # for the run that continues
 AGAIN = ("recompute_", "adaptive_recompute_")  # how options begin that change no bit
@@ -45,7 +46,8 @@ class Case:
     being asked whether they are legal; without any the case must not be refused. backend: gloo, or late, which shows
     what reads or reuses a buffer in flight, or lazy, which is that on a device with streams, or both of them, one after
     the other. continued: the same model on another layout, which loads a checkpoint of a step on the way. forced: the
-    outcome of choices that a clock, memory or the device would make (tests/support/forced.py).
+    outcome of choices that a clock, memory or the device would make (tests/support/forced.py). bucket: checkpoints are
+    in one of an object store, not in a folder.
     """
 
     kind: str
@@ -55,6 +57,7 @@ class Case:
     backend: str = GLOO
     continued: Case | None = None
     forced: tuple[tuple[str, Any], ...] = ()
+    bucket: bool = False
 
     @property
     def backends(self) -> tuple[str, ...]:
@@ -105,7 +108,7 @@ class Case:
     def uninterrupted(self) -> Case:
         """The same without checkpoints, and with nothing computed twice."""
         kept = [(name, value) for name, value in self.settings if not name.startswith((*AGAIN, "save_interval"))]
-        return replace(self, settings=tuple(kept), backend=GLOO, continued=None)
+        return replace(self, settings=tuple(kept), backend=GLOO, continued=None, bucket=False)
 
     def reference_flags(
         self, global_batch_size: int, rows: Sequence[Option] = OPTIONS, dtype: str | None = None
@@ -141,6 +144,7 @@ class Case:
         lines = [shlex.join((str(run.world_size), *spell_all(dict(run.settings)))) for run in runs]
         forced = [dict(run.forced) for run in runs]
         before = f"--backend {shlex.quote(self.backend)}" + (f" --forced '{json.dumps(forced)}'" if any(forced) else "")
+        before += " --bucket" if self.bucket else ""
         return f"scripts/fuzz_layouts.sh {before} --case {self.kind} {f' {THEN} '.join(lines)}"
 
     def without(self, name: str) -> Case:
@@ -296,7 +300,9 @@ def cases(draw: st.DrawFn, *, rare: bool = True) -> Case:
 
     case = case_from(draw_case(kind, world_size, choose, forced), wild, BACKENDS[draw(st.integers(0, 3))])
     continues = draw(st.integers(1, CONTINUED)) == CONTINUED
-    return with_outcomes(continued(case, choose) if continues or case.by_bits else case, choose)
+    case = with_outcomes(continued(case, choose) if continues or case.by_bits else case, choose)
+    in_a_bucket = draw(st.integers(1, IN_A_BUCKET)) == IN_A_BUCKET
+    return replace(case, bucket=in_a_bucket and case.save_interval > 0)
 
 
 @st.composite

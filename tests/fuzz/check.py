@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
+import os
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -24,6 +28,7 @@ from tests.fuzz.option import Option
 from tests.fuzz.oracle import Parts, trace_by_parts
 from tests.fuzz.table import OPTIONS
 from tests.fuzz.texts import prepare
+from tests.support.buckets import asked_at, environ_of, moto, new_bucket
 from tests.support.forced import forced_parts
 from tests.support.ranks import RanksFailed, run_ranks, side_by_side
 
@@ -115,17 +120,45 @@ def _run(
 
     def ranks(part: Case, folder: str, *more: str) -> Trace:
         parts = forced_parts(**dict(part.forced))
-        asked = (trace, part.kind, [*part.flags(folder), *more], until or case.steps, replay, backend, parts)
+        asked = (stored, environ, part.kind, [*part.flags(folder), *more], until or case.steps, replay, backend, parts)
         result = run_ranks(part.world_size, *asked, group=False, timeout=timeout)[0]
         assert isinstance(result, Trace)
         return result
 
-    with TemporaryDirectory() as folder:
+    with _store(case) as (folder, environ):
         found = {backend: ranks(case, folder)}
         if case.continued:
             rest = ranks(case.continued, folder, "--load", folder, "--ckpt-step", str(case.resumed_at))
             found[f"{backend}, continued after step {case.resumed_at}"] = found[backend].continued_by(rest)
     return found
+
+
+def stored(rank: int, world_size: int, rendezvous: str, environ: Mapping[str, str], *asked: Any) -> Trace | None:
+    """Trace a run whose object store these variables name."""
+    with patch.dict(os.environ, environ):
+        return trace(rank, world_size, rendezvous, *asked)
+
+
+@contextmanager
+def _store(case: Case) -> Iterator[tuple[str, Mapping[str, str]]]:
+    """Yield where the case saves checkpoints, and the variables by which its ranks find it."""
+    if not case.bucket:
+        with TemporaryDirectory() as folder:
+            yield folder, {}
+        return
+    endpoint = _served()
+    with asked_at(endpoint):
+        place = new_bucket()
+        yield str(place), environ_of(endpoint)
+        place.remove()
+
+
+@functools.cache
+def _served() -> str:
+    """Return the endpoint of a real server of S3, which is there until this process ends."""
+    stack = ExitStack()
+    atexit.register(stack.close)
+    return stack.enter_context(moto())
 
 
 def _parsed(case: Case) -> Config | Outcome:

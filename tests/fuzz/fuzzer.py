@@ -30,11 +30,13 @@ class Tally:
     """What was found. tried: cases, those of minimising not counted. failures: minimal case -> what is wrong.
 
     continued: equal ones that another layout continued from a checkpoint. hiding: equal ones on late and lazy both.
+    in_buckets: equal ones that saved to an object store.
     """
 
     tried: int = 0
     continued: int = 0
     hiding: int = 0
+    in_buckets: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
     rules: Counter[str] = field(default_factory=Counter)
     pairs: set[Pair] = field(default_factory=set)
@@ -50,10 +52,12 @@ class Tally:
             self.pairs |= case.pairs()
             self.continued += case.continued is not None
             self.hiding += case.backend == BOTH
+            self.in_buckets += case.bucket
 
     def __str__(self) -> str:
         kinds = ", ".join(f"{self.outcomes[kind]} {kind}" for kind in (REFUSED, EQUAL, FAILED))
-        parts = f"{self.hiding} on both backends that delay, {self.continued} continued on another layout"
+        parts = f"{self.hiding} on both backends that delay, {self.continued} continued on another layout, "
+        parts += f"{self.in_buckets} with checkpoints in a bucket"
         rate = 60 * self.tried / max(self.seconds, 1e-9)
         took = f"{self.seconds:.0f} s, {rate:.1f} cases a minute"
         return f"{self.tried} tried: {kinds}; {parts}; {len(self.pairs):,} legal pairs of options; {took}"
@@ -130,6 +134,7 @@ def smaller(case: Case, text: str, check: Callable[[Case], Outcome], seconds: fl
     deadline, kept = time.monotonic() + seconds, {row.name for row in OPTIONS if row.size} | {"initial_loss_scale"}
     shorter: list[Callable[[Case], Case]] = [lambda case: replace(case, continued=None)] if case.continued else []
     shorter += [lambda case: replace(case, forced=())] if case.forced else []
+    shorter += [lambda case: replace(case, bucket=False)] if case.bucket else []
     names = dict(case.settings) | dict(case.continued.settings if case.continued else ())
     shorter += [partial(Case.without, name=name) for name in reversed(names) if name not in kept]
     for shortened in shorter:

@@ -9,10 +9,11 @@ from megapar.core.grid import Grid
 from megapar.model.decoder.layer_pattern import layers_of, to_pattern, to_text
 from megapar.schema.rule import divisors
 from tests.fuzz.option import Condition, Drawn
-from tests.fuzz.texts import BYTES, HELD_OUT, LONG, PIECES, SHORT, SMALLEST_VOCABULARY
+from tests.fuzz.texts import BYTES, CHATS, CHATTER, HELD_OUT, LONG, LONGEST_CHAT, PIECES, SHORT, SMALLEST_VOCABULARY
 
 FEW, MANY = 36, 300  # tokens of a sample, at most about, in most cases and in some
 MANY_HEADS = 18
+BLOCK, EXPERT_STEP = 128, 16  # features with a scale of --fp8, and what experts of --fp8-experts are multiples of
 
 
 def rest(d: Drawn) -> int:
@@ -116,8 +117,24 @@ def of_text(d: Drawn) -> bool:
     return d.get("data_path") is not None
 
 
+def tunes(d: Drawn) -> bool:
+    """Learns conversations, whose tokens have weights and which are packed apart."""
+    return bool(d.get("task"))
+
+
+def packs_text(d: Drawn) -> bool:
+    """Documents follow each other in a sample, by options that conversations have not."""
+    return d.packing is not False and not tunes(d)
+
+
+def overlongs(d: Drawn) -> list[str | None]:
+    return [*([None] if d.seq_length >= LONGEST_CHAT else []), "drop", "truncate"]
+
+
 def tokenizers(d: Drawn) -> list[str | None]:
-    """Given ones, or one that is trained on the data; ERNIE's has a mask."""
+    """Given ones, or one that is trained on the data; ERNIE's has a mask, and that of conversations a template."""
+    if tunes(d):
+        return [CHATTER]
     return [PIECES, None] if d.kind == "ernie" else [PIECES, BYTES, None]
 
 
@@ -127,6 +144,8 @@ def evaluated(d: Drawn) -> bool:
 
 def held_out(d: Drawn) -> list[tuple[str, ...] | None]:
     """A few windows that no number of ranks or samples divides, in one file or a mixture of two."""
+    if tunes(d):
+        return [None, (CHATS,)]
     # A sentence pair needs eight tokens of a document, which a short one of whole words does not have.
     sizes = [size for size in HELD_OUT if size // 2 <= 45 * d.seq_length and (d.kind != "ernie" or size > 60)]
     if not sizes:
@@ -196,12 +215,52 @@ def has_plain_heads(d: Drawn) -> bool:
     return not d.multi_latent_attention
 
 
+def casts(d: Drawn) -> bool:
+    """Multiplies in fp8, emulated: every rank has whole blocks of features, each of which has a scale."""
+    return bool(d.get("fp8"))
+
+
+def casts_rows(d: Drawn) -> bool:
+    """Experts may multiply in fp8, too: whole rows have a scale."""
+    return casts(d) and experts(d) and emp(d) == 1 and d.fp8_recipe == "blockwise"
+
+
+def fp8_head_dim(d: Drawn) -> int:
+    """Least size of a head of which a rank's queries, keys and values, together and by themselves, are whole blocks."""
+    heads, groups = (n // mp(d) for n in (d.num_attention_heads, d.get("num_query_groups") or d.num_attention_heads))
+    parts = (heads,) if d.multi_latent_attention else (heads, heads + 2 * groups)
+    return max(BLOCK // math.gcd(BLOCK, part) for part in parts)
+
+
+def value_dims(d: Drawn) -> list[int]:
+    return [fp8_head_dim(d)] if casts(d) else [4, 8, 3]
+
+
+def ffn_sizes(d: Drawn) -> list[int | None]:
+    if casts(d):
+        return [BLOCK * mp(d)]
+    return [*(mp(d) * n for n in (8, 5, 3)), *([None] if 4 % mp(d) == 0 else [])]
+
+
+def expert_sizes(d: Drawn) -> list[int | None]:
+    step = EXPERT_STEP if d.get("fp8_experts") else 1
+    return [*(emp(d) * n * step for n in (4, 7, 3)), None]
+
+
+def shared_sizes(d: Drawn) -> list[int | None]:
+    return [None, None, mp(d) * (BLOCK if casts(d) else 5)]
+
+
 def head_dims(d: Drawn) -> list[int | None]:
+    if casts(d):
+        return [fp8_head_dim(d)]
     odd = [5, 3] if d.position_embedding_type == "learned" else []
     return [None, None, 6, 16, *odd]
 
 
 def hidden_sizes(d: Drawn) -> list[int]:
+    if casts(d):
+        return [math.lcm(BLOCK * (mp(d) if d.kind == "ernie" else 1), d.num_attention_heads if not d.head_dim else 1)]
     if d.head_dim is not None:
         return [24, 17, 33]
     even = [d.num_attention_heads * size for size in (4, 8, 6)]
@@ -242,6 +301,8 @@ def lengths(d: Drawn) -> list[int]:
     shortest = (9 if branched(d) else 6) if d.kind == "ernie" else 1
     chunks = 2 * cp(d) if cp(d) > 1 and d.kind == "moe" and d.context_parallel_algo == "megatron_cp_algo" else cp(d)
     step = math.lcm(chunks, cp(d) * (mp(d) if d.sequence_parallel else 1))
+    if tunes(d):
+        return [-(-length // step) * step for length in (LONGEST_CHAT, LONGEST_CHAT // 2)]
     wanted = [step * n for n in ((2, 1, 3, 4, 6) if step > 1 else (8, 6, 2, 1, 5, 7, 13, 16, 24))]
     few = [n for n in wanted if shortest <= n <= FEW] or [-(-shortest // step) * step]
     return few if branched(d) else [*few, *few, MANY // step * step]
@@ -290,7 +351,7 @@ def vocabularies(d: Drawn) -> list[int]:
 
 def shared_counts(d: Drawn) -> list[int | None]:
     width = d.moe_ffn_hidden_size or d.ffn_hidden_size or mp(d)
-    return [None, *(n for n in (1, 2) if n * width % mp(d) == 0)]
+    return [None, *(n for n in (1, 2) if n * width % (mp(d) * (BLOCK if casts(d) else 1)) == 0)]
 
 
 def group_counts(d: Drawn) -> list[int | None]:
@@ -360,7 +421,8 @@ def expert_counts(d: Drawn) -> list[int]:
 
 def expert_widths(d: Drawn) -> list[tuple[int, ...] | None]:
     layers = len(layers_of(to_pattern(d.moe_layer_freq), d.num_layers, d.first_k_dense))
-    return [None, None, tuple(mp(d) * (3 + layer % 3) for layer in range(layers))]
+    step = EXPERT_STEP if d.get("fp8_experts") else mp(d)
+    return [None, None, tuple(step * (3 + layer % 3) for layer in range(layers))]
 
 
 def overlaps(d: Drawn) -> list[str | None]:
@@ -461,6 +523,7 @@ def can_slice(d: Drawn) -> bool:
         and not d.adaptive_recompute_device_size
         and d.ep_degree > 1
         and bool(d.use_flash_attn)
+        and d.fp8_recipe == "blockwise"
     )
 
 
@@ -480,7 +543,8 @@ def capacity_scopes(d: Drawn) -> list[str | None]:
 
 
 def can_pipe(d: Drawn) -> bool:
-    return drops(d) and (d.ep_degree > 1 or emp(d) > 1) and (cp(d) == 1 or sliced(d))
+    by_itself = drops(d) and not d.get("fp8_experts")
+    return by_itself and (d.ep_degree > 1 or emp(d) > 1) and (cp(d) == 1 or sliced(d))
 
 
 def piece_counts(d: Drawn) -> list[int | None]:

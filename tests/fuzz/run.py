@@ -7,6 +7,7 @@ import json
 import secrets
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,13 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--shrink-seconds", type=float, default=120.0, help="for minimising one failure")
     parser.add_argument("--backend", choices=(GLOO, LATE, LAZY, BOTH), default=GLOO, help="of --case")
     parser.add_argument("--forced", type=json.loads, metavar="JSON", default=[{}, {}], help="outcomes of --case's runs")
+    parser.add_argument("--bucket", action="store_true", help="--case saves to an object store")
     parser.add_argument("--case", nargs=argparse.REMAINDER, metavar="KIND WORLD_SIZE FLAGS", help="run this one alone")
     options = parser.parse_args(argv)
     if options.case:
         kind, world_size, *flags = options.case
-        return _one(case_of(kind, int(world_size), flags, options.backend, options.forced))
+        case = case_of(kind, int(world_size), flags, options.backend, options.forced)
+        return _one(replace(case, bucket=options.bucket))
     number = secrets.randbelow(2**32) if options.seed is None else options.seed
     minutes = 1.0 if options.minutes is None and options.cases is None else options.minutes
     print(f"seed {number}", flush=True)

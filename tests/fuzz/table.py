@@ -10,7 +10,7 @@ from pathlib import Path
 from megapar.schema.rule import divisors
 from tests.fuzz import legal
 from tests.fuzz.option import Option, degree, of_layout, some
-from tests.fuzz.texts import LINES, LONG, SHORT
+from tests.fuzz.texts import ASKED, CHATS, LINES, LONG, SHORT
 
 # Set where a row does not say otherwise. A large epsilon: a gradient that is zero in exact arithmetic is rounding
 # noise, which Adam would blow up to the size of a step. device_tflops: what MFU is a share of would be measured.
@@ -23,6 +23,7 @@ FIXED: dict[str, object] = {
     "dtype": "fp64",
     "replica_check_interval": 5,
     "device_tflops": 1.0,
+    "device": "cpu",  # where --fp8 is emulated
 }
 # Choices that no case has, of flags that are drawn; the default of a flag counts as drawn.
 UNDRAWN: dict[tuple[str, str], str] = {
@@ -119,11 +120,22 @@ LAYOUT = (
 )
 
 DATA = (
+    Option("task", (*(None,) * 11, "sft"), wild=("sft",)),
+    *(
+        Option(name, values, when=legal.tunes, wild=wild)
+        for name, values, wild in (
+            ("sft_turns", (None, "last"), ("last",)),
+            ("sft_loss", (None, "conversation"), ("conversation",)),
+            ("sft_packing", (None, "pad"), ("pad",)),
+        )
+    ),
     # mock: no tokenizer to train. Else documents of real lengths, alone, in a mixture, and of several files.
     Option(
         "data_path",
         lambda d: (
-            (*(None,) * 12, (LONG,), ("0.7", LONG, "0.3", SHORT), (LONG, LINES), (SHORT, LONG), *legal.named(d))
+            ((CHATS,), ("0.7", CHATS, "0.3", ASKED))
+            if legal.tunes(d)
+            else (*(None,) * 12, (LONG,), ("0.7", LONG, "0.3", SHORT), (LONG, LINES), (SHORT, LONG), *legal.named(d))
             if not legal.branched(d)
             else (None,)
         ),
@@ -133,6 +145,13 @@ DATA = (
 )
 
 DECODER = (
+    Option("fp8", (*(None,) * 11, True), when=lambda d: legal.exact(d) and not legal.branched(d), wild=(True,)),
+    Option(
+        "fp8_recipe",
+        lambda d: (None, "tensorwise") if legal.mp(d) == legal.cp(d) == 1 else (None,),
+        when=legal.casts,
+        wild=("tensorwise",),
+    ),
     Option("num_layers", legal.layer_counts, wild=(1, 2), size=True),
     Option(
         "pp_seg_method",
@@ -165,18 +184,19 @@ DECODER = (
             ("kv_lora_rank", (9, 16), (5, 512)),
             ("qk_head_dim", (6, 5), (8,)),
             ("qk_pos_emb_head_dim", (4, 2, 6), (3,)),
-            ("v_head_dim", (4, 8, 3), (5,)),
+            ("v_head_dim", legal.value_dims, (5,)),
         )
     ),
     Option("attention_latent_norm_epsilon", (None, 0.01), when=legal.has_latents, wild=(0.01,)),
     Option("hidden_size", legal.hidden_sizes, wild=(15, 20), size=True),
     Option(
         "ffn_hidden_size",
-        lambda d: [legal.mp(d) * n for n in (8, 5, 3)] + ([None] if 4 % legal.mp(d) == 0 else []),
+        legal.ffn_sizes,
         wild=(9, 10, 1),
         size=True,
     ),
     Option("seq_length", legal.lengths, wild=(1, 5, 7), size=True),
+    Option("sft_overlong", legal.overlongs, when=legal.tunes, wild=("drop",)),
     Option("data_phases", legal.phases, wild=("0: a=1,b=2", "0: a=1 seq-length=6"), group=some),
     Option(
         "max_position_embeddings",
@@ -219,7 +239,7 @@ DECODER = (
         "rope_scaling_factor",
         (None, 2.5, 40.0),
         when=legal.one_of("rope_scaling_type", "yarn", "llama3", "linear"),
-        wild=(0.0, 2.5),
+        wild=(0.5, 2.5),
         size=True,
     ),
     Option(
@@ -261,13 +281,8 @@ EXPERTS = (
         wild=(0, 3, 5),
         size=True,
     ),
-    Option(
-        "moe_ffn_hidden_size",
-        lambda d: [legal.emp(d) * n for n in (4, 7, 3)] + [None],
-        when=legal.experts,
-        wild=(5, 6),
-        size=True,
-    ),
+    Option("fp8_experts", (None, True), when=legal.casts_rows, wild=(True,)),
+    Option("moe_ffn_hidden_size", legal.expert_sizes, when=legal.experts, wild=(5, 6), size=True),
     Option(
         "moe_router_topk", lambda d: [n for n in (1, 2, 3, 4) if n <= d.num_experts], when=legal.experts, wild=(1, 2, 9)
     ),
@@ -282,7 +297,7 @@ EXPERTS = (
     Option("moe_shared_experts", legal.shared_counts, when=legal.experts, wild=(1, 2)),
     Option(
         "moe_shared_expert_intermediate_size",
-        lambda d: [None, None, legal.mp(d) * 5],
+        legal.shared_sizes,
         when=lambda d: legal.experts(d) and not d.moe_shared_experts,
         wild=(7,),
         group=some,
@@ -571,16 +586,16 @@ RECOMPUTE = of_layout(
 )
 
 PACKING = (
-    Option("packing", (None, None, None, False), wild=(False,)),
+    Option("packing", (None, None, None, False), when=lambda d: not legal.tunes(d), wild=(False,)),
     *(
-        Option(name, (None, True), when=lambda d: d.packing is not False, wild=(True,))
+        Option(name, (None, True), when=legal.packs_text, wild=(True,))
         for name in ("reset_position_ids", "eod_mask_loss")
     ),
     # Documents that begin alike tie in ``probs``.
     Option(
         "reset_attention_mask",
         (None, True),
-        when=lambda d: d.packing is not False and d.moe_drop_policy != "probs",
+        when=lambda d: legal.packs_text(d) and d.moe_drop_policy != "probs",
         wild=(True,),
     ),
 )

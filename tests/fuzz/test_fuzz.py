@@ -223,10 +223,11 @@ def _no_choice(name: str, values: Sequence[Any], drawn: Drawn) -> Any:
 
 
 def test_every_case_is_told_so_that_it_can_be_run_again() -> None:
-    found = drawn_cases(9012, 100)
+    found = drawn_cases(9012, 160)
     assert sum(case.by_bits for case in found) > 2
     assert {name for case in found for name, _ in case.settings} >= RARE
     assert {case.backend for case in found} == {GLOO, LATE, LAZY, BOTH}
+    assert {case.bucket for case in found} == {False, True}
     both = [case for case in found if case.continued]
     assert len(both) > 3
     for case in found:
@@ -237,6 +238,7 @@ def test_every_case_is_told_so_that_it_can_be_run_again() -> None:
         assert again.forced == case.forced
         assert _resolved(again) == _resolved(case)
         assert again.backends == case.backends
+        assert case.bucket == ("--bucket" in words)
     for case in both:
         assert case.continued
         assert case.continued.reference_flags(1) == case.reference_flags(1)

@@ -15,12 +15,15 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 from megapar.data.tokenizers.sentencepiece_tokenizer import train
+from tests.support.chat import MARKED, save_tokenizer, write_conversations
 
-FOLDER = Path(tempfile.gettempdir()) / f"megapar-fuzz-{os.getuid()}-1"  # the last number: of what is in it
+FOLDER = Path(tempfile.gettempdir()) / f"megapar-fuzz-{os.getuid()}-2"  # the last number: of what is in it
 LONG, SHORT, LINES = (str(FOLDER / name) for name in ("long.jsonl", "short.jsonl", "lines.txt"))
 PIECES, BYTES = (str(FOLDER / name) for name in ("pieces.model", "bytes.json"))
+CHATS, ASKED, CHATTER = (str(FOLDER / name) for name in ("chats.jsonl", "asked.jsonl", "chatter"))
 HELD_OUT = {size: str(FOLDER / f"held-{size}.jsonl") for size in (60, 500, 4000)}  # by characters, about
 SMALLEST_VOCABULARY = 400
+LONGEST_CHAT = 112  # tokens, at most
 LONGEST = 5000  # characters of a document
 
 
@@ -38,6 +41,9 @@ def prepare() -> None:
     for size, path in HELD_OUT.items():
         _write(made / Path(path).name, [text[: size // 4] for text in texts[3:35:8]])
     (made / Path(PIECES).name).write_bytes(train(texts, SMALLEST_VOCABULARY))
+    write_conversations(made / Path(CHATS).name, 60, seed=1, words=3)
+    write_conversations(made / Path(ASKED).name, 25, seed=2, words=1)
+    save_tokenizer(made / Path(CHATTER).name, MARKED)
     _save_byte_level(texts, made / Path(BYTES).name)
     try:
         made.rename(FOLDER)

@@ -22,6 +22,11 @@ CHATML = (
     "{{ message.content + '<|im_end|>' + '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
+MARKED = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}"
+    "{% generation %}{{ m.content if m.role == 'assistant' else '' }}{% endgeneration %}"
+    "{{ m.content if m.role != 'assistant' else '' }}{{ '<|im_end|>' }}{% endfor %}"
+)
 WORDS = ("red", "green", "blue", "river", "stone", "ancient", "quickly", "walks", "sees", "under", "mountain", "paper")
 
 
