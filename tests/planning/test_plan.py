@@ -253,6 +253,17 @@ def test_up_projections_made_again_are_told_apart_from_model_flops(capsys: pytes
     assert sent == pytest.approx((512 + 64) / (16 * (128 + 64 + 128)))
 
 
+def test_sequence_parallelism_sends_a_quarter_more(capsys: pytest.CaptureFixture[str]) -> None:
+    """Two all-reduces are four passes over what mp shares; a column's input is gathered once more, in the backward."""
+    line = ("--config", str(CONFIGS / "llama-3-8b.yaml"), "--world-size", "4", "--mp-degree", "4")
+
+    def sent(switch: str) -> int:
+        found = plan(capsys, *line, switch)["traffic_bytes"]
+        return sum(found[name]["sent"] for name in found if name.startswith("mp/"))
+
+    assert sent("--sequence-parallel") == pytest.approx(1.25 * sent("--no-sequence-parallel"), rel=0.01)
+
+
 def test_ranks_of_cp_send_the_keys_before_their_rows(capsys: pytest.CaptureFixture[str]) -> None:
     """As docs/context.md has it, for one layer and one sequence; Ulysses sends the same with a window and without."""
     line = ("--config", str(CONFIGS / "llama-3-8b.yaml"), "--world-size", "4", "--cp-degree", "4", "--num-layers", "1")

@@ -113,3 +113,11 @@ def test_options_without_an_effect_are_refused(flags: list[str], capsys: pytest.
     assert main(["plan", "--config", "tiny", *flags]) == 2
     assert "no effect here" in capsys.readouterr().err
     assert not list(Path.cwd().glob("a.*"))
+
+
+def test_the_pages_show_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--config", "mixtral-8x7b", "--world-size", "64", "--device-kind", "h100-80g"]) == 0
+    verdict = capsys.readouterr().out.partition("\n\n")[0]
+    assert len(verdict.splitlines()) == 6
+    for page in ("README.md", "docs/plan.md"):
+        assert verdict in (Path(__file__).parents[2] / page).read_text(encoding="utf-8"), page

@@ -149,6 +149,15 @@ def test_every_schedule_with_every_lookahead_ends(kind: tuple[str, int], ranks: 
     assert later.receives_ahead == ahead
 
 
+@pytest.mark.parametrize(("send", "without", "limited"), [(0.02, 1.16, 1.01), (0.1, 1.2, 1.06)])
+def test_a_limit_of_receives_gains_what_the_page_says(send: float, without: float, limited: float) -> None:
+    """Of 1F1B with 8 stages and 32 micro-batches, by what an H100's products took beside blocks (docs/pipeline.md)."""
+    schedule, held = make_schedule("1f1b", 8, 1, 32), Costs(send=send, beside=(1.0, 1.15, 1.16))
+    free = simulate(schedule, Costs(send=0.0), RUNNERS).end
+    for receives, took in ((schedule, without), (post_later(schedule, 0), limited)):
+        assert simulate(receives, held, RUNNERS).end / free == pytest.approx(took, abs=0.005)
+
+
 def test_receives_that_wait_slow_computations_and_late_ones_expose_messages() -> None:
     schedule = make_schedule("1f1b", 4, 1, 16)
     held = Costs(send=0.02, beside=(1.0, 1.15, 1.16))
