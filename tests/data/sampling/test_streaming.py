@@ -18,6 +18,7 @@ from megapar.data.sampling.ernie import Spans
 from megapar.data.sampling.samples import order_of
 from megapar.data.sampling.streaming import RowSpans, StreamedRows
 from megapar.data.tasks.build import TaskData
+from megapar.data.text.hf_dataset import open_dataset
 from megapar.data.tokenizers.tokenizer import MockTokenizer
 from megapar.errors import DataError
 from megapar.trainer import Trainer
@@ -117,3 +118,20 @@ def test_a_run_trains_on_it(rows: str) -> None:
     (record,) = trainer.monitor.flush()
     trainer.loader.close()
     assert np.isfinite(record.loss)
+
+
+def test_nothing_is_asked_of_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name is looked up in the cache alone, by libraries that are offline for as long as it takes."""
+    from huggingface_hub import constants
+
+    asked: list[tuple[bool, bool]] = []
+
+    def load(name: str, *, download_config: Any) -> Any:
+        asked.append((constants.HF_HUB_OFFLINE, download_config.local_files_only))
+        return datasets.Dataset.from_dict({"text": ["a"]})
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    assert len(open_dataset("somebody/something")) == 1
+    assert asked == [(True, True)]
+    assert constants.HF_HUB_OFFLINE is False
