@@ -32,10 +32,10 @@ test checks that the words are on the pages, and that the tests, scripts and mod
 python -m tests.promises --check
 ```
 
-`tests/...` stands for `.venv/bin/python -m pytest -n 0 tests/...`. Commands with `--device cuda`, and the parts of
-`scripts/gpu_day.sh`, need a GPU; a benchmark over a slow link needs root. *At* names a commit that has the benchmark,
-where the tree has only its results. What was measured has its result behind the command: where it is kept, on what, and
-the date or the commit.
+`tests/...` stands for `.venv/bin/python -m pytest -n 0 tests/...`, with `-m table`, `-m flags` or `-m presets` where
+pytest says that all was deselected. Commands with `--device cuda`, and the parts of `scripts/gpu_day.sh`, need a GPU; a
+benchmark over a slow link needs root. *At* names a commit that has the benchmark, where the tree has only its results.
+What was measured has its result behind the command: where it is kept, on what, and the date or the commit.
 """
 IN_TESTS = re.compile(r"^(?=[\w/]+\.py)(?!scripts/)")
 COLUMNS = """| promise | pages | shown by |
