@@ -12,6 +12,7 @@ from megapar.files.uri import is_stored
 from megapar.model.attention.latent import cheaper_exchange
 from megapar.model.decoder.sizes import DENSE_BLOCK, LAYER_BLOCK
 from megapar.model.rope_scaling import LLAMA3
+from megapar.model.sizes import GATED
 from megapar.schema.phase_plan import parse_phases
 
 
@@ -61,8 +62,8 @@ def _longest(length: int, phases: str | None) -> int:
 
 
 def _ffn(hidden: int, activation: str) -> int:
-    # Megatron's rule: swiglu has three matrices instead of two, so 2/3 of the width costs the same.
-    return 4 * hidden if activation == "gelu" else max(64, int(4 * hidden * 2 / 3) // 64 * 64)
+    # Megatron's rule: a gate makes three matrices of two, so 2/3 of the width costs the same.
+    return 4 * hidden if activation not in GATED else max(64, int(4 * hidden * 2 / 3) // 64 * 64)
 
 
 def _steps(batch: int | None, micro: int, data_ranks: int) -> int | None:

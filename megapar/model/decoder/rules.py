@@ -8,7 +8,7 @@ from megapar.model.decoder.layer_pattern import layers_of, listed, to_pattern
 from megapar.model.decoder.layer_ropes import SAME, roped_layers, to_rope
 from megapar.model.decoder.windows import NO_FULL, to_window, window_or_none, windowed_layers
 from megapar.model.rope_scaling import FLAGS_OF, YARN, flags_of_scaling
-from megapar.model.sizes import GEGLU
+from megapar.moe.sizes import ACTIVATIONS
 from megapar.schema.flag import MOE
 from megapar.schema.rule import LIFTED, NO_EFFECT, Facts, Rule, either, near_divisors, near_multiples
 
@@ -397,9 +397,9 @@ RULES: tuple[Rule, ...] = (
     _of_sizes(
         id="geglu-experts",
         reads=("activation", "num_experts"),
-        when=lambda f: f.activation == GEGLU,
+        when=lambda f: f.activation not in ACTIVATIONS,
         requires=lambda f: f.num_experts == 0,
-        message="experts have swiglu or gelu, and --activation geglu is for dense models only",
+        message="experts have swiglu, clamped_swiglu or gelu, and --activation geglu is for dense models only",
         fix="Set --num-experts 0, or choose --activation swiglu.",
         passing="--activation geglu --num-experts 0",
         failing="--activation geglu --num-experts 4",
