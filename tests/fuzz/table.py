@@ -522,8 +522,8 @@ EVALUATION = (
         group=some,
     ),
     Option(
-        "split",
-        (None, "7,3", "8,1,1"),
+        "split",  # of the few conversations the default holds none out
+        lambda d: (*(() if legal.tunes(d) else (None,)), "7,3", "8,1,1"),
         when=lambda d: legal.of_text(d) and legal.evaluated(d) and d.get("eval_data_path") is None,
         wild=("1,0",),
     ),
