@@ -74,6 +74,19 @@ class FolderLostError(CheckpointError):
     """Another run has taken over the folder of ``--save``, so this run must stop."""
 
 
+_WRONG_PATHS = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
+
+
+def input_status(error: MegaparError | OSError) -> int:
+    """Return the exit status of an error in what a command reads before its work: 2, like a refusal.
+
+    It is 1 if a disk, a network or a process failed under it, which a restart may cure.
+    """
+    if isinstance(error, MegaparError) and not isinstance(error.__cause__, OSError):
+        return 2 if isinstance(error, DataError | CheckpointError) else error.exit_status
+    return 2 if isinstance(error, _WRONG_PATHS) or isinstance(error.__cause__, _WRONG_PATHS) else 1
+
+
 class DistributedError(MegaparError):
     """A process group could not be created, or a rank did not respond."""
 

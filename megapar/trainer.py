@@ -39,6 +39,7 @@ from megapar.data.eval_tasks import OF_TASK
 from megapar.data.own_data import OwnData
 from megapar.data.sampling.skipping import effective, merged, parse_range, sample_at
 from megapar.data.tokenizers.load import store_tokenizer
+from megapar.errors import DataError, input_status
 from megapar.files.location import Location
 from megapar.health.corruption.guards import Guards, make_guards
 from megapar.health.declaration import make_entry
@@ -217,9 +218,13 @@ def _read_data(config: Config, device: Device, data: OwnData | None, *, prints: 
     """Print what the run is, and return its corpus and the configuration with the length that follows from it."""
     for line in opening.header(config, device) if prints else ():
         sys.stdout.write(f"{line}\n")
-    config = with_fetched_data(config)
-    with StatusLine.on(sys.stdout) if prints else nullcontext(silent) as status:
-        corpus = make_corpus(config, status) if data is None else make_own_corpus(config, data)
+    try:
+        config = with_fetched_data(config)
+        with StatusLine.on(sys.stdout) if prints else nullcontext(silent) as status:
+            corpus = make_corpus(config, status) if data is None else make_own_corpus(config, data)
+    except DataError as error:
+        error.exit_status = input_status(error)
+        raise
     return with_epochs(config, len(corpus.train)), corpus
 
 

@@ -406,6 +406,16 @@ def test_versions_and_flags_are_printed_before_the_data_is_read(capsys: pytest.C
             assert [line.split()[0] for line in lines[:2]] == ([] if quiet or rank == "1" else ["megapar", "flags:"])
 
 
+def test_data_that_the_start_cannot_use_ends_it_like_a_refusal_and_a_disk_that_fails_does_not() -> None:
+    config = parse("moe", [*SMALL["moe"], "--data-path", "mock", "--train-iters", "1"], {})
+    for cause, status in ((None, 2), (FileNotFoundError(), 2), (OSError("stale handle"), 1)):
+        error = DataError("broken")
+        error.__cause__ = cause
+        with patch("megapar.trainer.make_corpus", side_effect=error), pytest.raises(DataError) as ended:
+            train(config, quiet=True)
+        assert ended.value.exit_status == status
+
+
 def test_a_quiet_run_prints_nothing_and_keeps_its_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     heard: list[int] = []
 

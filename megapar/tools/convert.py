@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from megapar.core.status_line import StatusLine
 from megapar.errors import MegaparError
 from megapar.files.uri import refuse_wrong
-from megapar.tools.parser import Parser, count
+from megapar.tools.parser import Parser, count, failed
 
 
 def make_parser() -> Parser:
@@ -37,16 +37,12 @@ def make_parser() -> Parser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run hf-to-megapar or megapar-to-hf. Return the exit status: 0 done, 1 or 2 failed."""
+    """Run hf-to-megapar or megapar-to-hf. Return the exit status: 0 done, 2 refused, 1 failed."""
     args = make_parser().parse_args(argv)
     try:
         return _run(args)
-    except MegaparError as error:
-        print(f"megapar convert: {error}", file=sys.stderr)
-        return error.exit_status
-    except OSError as error:
-        print(f"megapar convert: {error}", file=sys.stderr)
-        return 1
+    except (MegaparError, OSError) as error:
+        return failed("convert", error)
 
 
 def _run(args: argparse.Namespace) -> int:

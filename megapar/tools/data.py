@@ -15,7 +15,7 @@ from megapar.files.data_files import AUTO
 from megapar.files.disk import write_file
 from megapar.health.stop.process import cores
 from megapar.tools import sample_view
-from megapar.tools.parser import Parser, count
+from megapar.tools.parser import Parser, count, failed
 
 
 def make_parser() -> Parser:
@@ -38,7 +38,7 @@ def make_parser() -> Parser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run prepare, show, check or train-tokenizer. Return the exit status: 0 done, 1 or 2 failed, 130 interrupted."""
+    """Run prepare, show, check or train-tokenizer. Return the exit status: 0, 2 refused, 1 failed, 130 interrupted."""
     words = list(argv)
     if words[:1] in (["prepare"], ["train-tokenizer"]) and words[1:] and not words[1].startswith("-"):
         words.insert(1, "--input")  # paths may come first, as those of show and check do
@@ -46,12 +46,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         run: Callable[[argparse.Namespace], int] = args.run
         return run(args)
-    except MegaparError as error:
-        print(f"megapar data: {error}", file=sys.stderr)
-        return error.exit_status
-    except OSError as error:
-        print(f"megapar data: {error}", file=sys.stderr)
-        return 1
+    except (MegaparError, OSError) as error:
+        return failed("data", error)
     except KeyboardInterrupt:
         print(
             "megapar data: interrupted; the same command resumes from the parts that are finished, if any",
@@ -155,8 +151,7 @@ def _check(args: argparse.Namespace) -> int:
             summary = dataset.verify(size)
             read_hashes(dataset.prefix, dataset.documents)
         except MegaparError as error:
-            print(f"megapar data: {error}", file=sys.stderr)
-            status = error.exit_status
+            status = failed("data", error)
             continue
         print(
             f"{prefix}: valid; {summary.documents:,} documents, {summary.sequences:,} sequences, "

@@ -22,7 +22,7 @@ _NAME = re.compile(r"^task:\s*['\"]?([^'\"#\s]+)", re.MULTILINE)
 
 def run_harness(options: Namespace, rest: Sequence[str]) -> str:
     """Return the harness's table of results; ``rest`` are the words that ``options`` have not. Raises MegaparError."""
-    parser = Parser(prog="megapar evaluate CHECKPOINT --lm-eval TASKS", allow_abbrev=False)
+    parser = Parser(prog="megapar evaluate CHECKPOINT --lm-eval TASKS")
     parser.add_argument("--device", choices=FLAGS["device"].choices, default="auto")
     parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"))
     parser.add_argument("--micro-batch-size", type=count, default=1)

@@ -1,13 +1,19 @@
-"""An argparse parser with short errors: the mistake and the nearest option, without the usage."""
+"""An argparse parser with short errors: the mistake and the nearest option, without the usage.
+
+Names of options are written out: an option of the trainer, or of a later version, may begin like one.
+"""
 
 from __future__ import annotations
 
 import argparse
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any, NoReturn
+
+from megapar.errors import MegaparError, input_status
 
 
 class Parser(argparse.ArgumentParser):
@@ -25,7 +31,7 @@ class Parser(argparse.ArgumentParser):
         elsewhere: Mapping[str, str] = MappingProxyType({}),
         **more: Any,
     ) -> None:
-        super().__init__(*args, **more)
+        super().__init__(*args, **{"allow_abbrev": False, **more})
         self.examples, self.elsewhere = tuple(examples), elsewhere
 
     def format_help(self) -> str:
@@ -51,6 +57,12 @@ class Parser(argparse.ArgumentParser):
         known = sorted({name for parser in parsers for name in parser._option_string_actions if name.startswith("--")})
         longer = [name for name in known if name.startswith(word)][:1]
         return longer or get_close_matches(word, known, 1, 0.6)
+
+
+def failed(command: str, error: MegaparError | OSError) -> int:
+    """Print the error that ended a command, and return its exit status: 2 for wrong arguments or inputs, else 1."""
+    print(f"megapar {command}: {error}", file=sys.stderr)
+    return input_status(error)
 
 
 def count(text: str) -> int:

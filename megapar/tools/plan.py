@@ -67,7 +67,6 @@ def make_parser() -> argparse.ArgumentParser:
         ),
         epilog="Exit status: 0 planned, 3 planned but does not fit (--search: no layout fits), 2 refused (--search: no "
         "layout is legal), 1 if a trace fails or --svg cannot be written.",
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add("--model", choices=sorted(MODELS), help="the model of the flags that follow (default: the file's, else moe)")

@@ -239,7 +239,7 @@ def bad_data(suffix: str, harm: Callable[[Path], None]) -> Callable[[Path], Outc
         ended = run_job(folder, 1, NONE, "--data-path", prefix)
         checked = data("check", prefix, "--vocab-size", "101")
         early = ended.status == 2 and "the configuration is refused" in ended.output
-        late = ended.status == 1 and "DataError" in ended.output
+        late = ended.status == 2 and "DataError" in ended.output
         named = f"{folder / 'data'}." in ended.output and not ended.losses
         good = (early or late) and named and "Traceback" not in ended.output + checked and "data." in checked
         return Outcome(1, int(good), note="" if good else ended.output[-1500:] + checked[-500:])

@@ -64,7 +64,7 @@ def test_text_is_shown_as_a_run_reads_it(tmp_path: Path, capsys: pytest.CaptureF
     text = [str(tmp_path / "a.jsonl"), "--tokenizer-model", str(model)]
     assert main(["data", "show", *text, "--seq-length", "16", "--split", "100,0"]) == 0
     assert "A river" in capsys.readouterr().out
-    assert main(["data", "show", *text[:1]]) == 1
+    assert main(["data", "show", *text[:1]]) == 2
     assert "--tokenizer-model is needed" in capsys.readouterr().err
 
 

@@ -34,7 +34,7 @@ LARGE = ("--config", "configs/gpt-117m.yaml")
         ((MAIN, "--help"), 0),
         ((MAIN, "configs"), 0),
         ((MAIN, "pretrain", "moe", "--config", "tiny", "--validate-only"), 0),
-        ((MAIN, "evaluate", "docs"), 1),
+        ((MAIN, "evaluate", "docs"), 2),
         ((MAIN, "plan", *LARGE), 0),
         ((MAIN, "plan", *LARGE, "--search"), 0),
         ((MAIN, "rules"), 0),

@@ -135,7 +135,7 @@ def encode_in_process(job: EncodeJob, workers: int, status: Status = silent) -> 
             f"{job.names}: the process that encodes it ended with status {ended.returncode}"
             f"{', possibly out of memory' if ended.returncode == -signal.SIGKILL else ''}; the same command "
             "resumes from its finished parts"
-        )
+        ) from ChildProcessError()  # of the machine, not of the data
     if "system" in answer:
         raise OSError(*answer["system"])
     if "error" in answer:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from megapar.config.config import Config
-from megapar.errors import Complaint, ConfigError, MegaparError
+from megapar.errors import Complaint, ConfigError, MegaparError, input_status
 from megapar.health.stop.signal_listener import write_stderr
 from megapar.launch_environment import LAUNCH, STOP_TIMEOUT
 from megapar.tools.launcher.environment import environment, few_cores, interfaces
@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
         launch, options = read(argv)
     except MegaparError as error:
         write_stderr(f"megapar launch: {error}")
-        return error.exit_status
+        return input_status(error)
     config = _validate(launch)
     defaults = environment(launch.nproc_per_node, config)
     launch = replace(launch, environment={name: value for name, value in defaults.items() if name not in os.environ})

@@ -122,7 +122,6 @@ def make_parser() -> argparse.ArgumentParser:
             "pretrain moe --help                      the flags of the trainer",
         ),
         epilog="Exit status: 0 done (also after a signal, if the checkpoint was saved), 2 refused, 1 anything else.",
-        allow_abbrev=False,
         elsewhere=_TORCHRUN,
     )
     add = parser.add_argument

@@ -478,9 +478,9 @@ def test_the_command(folders: dict[str, Path], tmp_path: Path, capsys: pytest.Ca
     tokenizer = ["--tokenizer-model", str(tmp_path / "small")]
     assert main(["convert", "megapar-to-hf", made, back + "3", *tokenizer]) == 0
     assert len(transformers.AutoTokenizer.from_pretrained(back + "3")) == load_tokenizer(str(tmp_path / "small")).size
-    assert main(["convert", "megapar-to-hf", made, back + "4", "--tokenizer-model", str(tmp_path / "large")]) == 1
+    assert main(["convert", "megapar-to-hf", made, back + "4", "--tokenizer-model", str(tmp_path / "large")]) == 2
     assert "ids and the model" in capsys.readouterr().err
-    assert main(["convert", "megapar-to-hf", str(tmp_path / "nothing"), back + "2"]) == 1
+    assert main(["convert", "megapar-to-hf", str(tmp_path / "nothing"), back + "2"]) == 2
     assert "nothing has no checkpoint" in capsys.readouterr().err
 
 

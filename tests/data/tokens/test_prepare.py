@@ -350,14 +350,14 @@ def test_the_commands(tmp_path: Path, small_jsonl: Path, capsys: pytest.CaptureF
     assert "200 documents" in capsys.readouterr().out
     with open(out + ".bin", "r+b") as data:
         data.truncate(100)
-    assert main(["data", "check", out, out + "2"]) == 1
+    assert main(["data", "check", out, out + "2"]) == 2
     said, complained = capsys.readouterr()
     assert "out.bin: 100 bytes, where out.idx implies" in complained
     assert "out2: valid" in said
-    assert main(["data", "prepare", *source, "--output", out + "2", "--tokenizer-model", out]) == 1
+    assert main(["data", "prepare", *source, "--output", out + "2", "--tokenizer-model", out]) == 2
     assert "pass --overwrite" in capsys.readouterr().err
     assert main(["data", "prepare", *source, "--output", out + "2", "--tokenizer-model", out, "--overwrite"]) == 0
-    assert main(["data", "prepare", *source, "--output", out + ".bin/x", "--tokenizer-model", out]) == 1
+    assert main(["data", "prepare", *source, "--output", out + ".bin/x", "--tokenizer-model", out]) == 2
     assert "Not a directory" in capsys.readouterr().err
     assert main(["data", "prepare", "--output", out, "--tokenizer-model", model]) == 2
     with pytest.raises(SystemExit):
@@ -365,7 +365,7 @@ def test_the_commands(tmp_path: Path, small_jsonl: Path, capsys: pytest.CaptureF
     assert "'0' is not a whole number >= 1" in capsys.readouterr().err
     empty = tmp_path / "empty.jsonl"
     empty.write_text("\n\n")
-    assert main(["data", "prepare", "--input", str(empty), "--output", out + "3", "--tokenizer-model", model]) == 1
+    assert main(["data", "prepare", "--input", str(empty), "--output", out + "3", "--tokenizer-model", model]) == 2
     assert "the corpus contains no documents" in capsys.readouterr().err
     for text, vocab_size, message in (
         ("\n", "600", "without text"),
@@ -374,7 +374,7 @@ def test_the_commands(tmp_path: Path, small_jsonl: Path, capsys: pytest.CaptureF
     ):
         empty.write_text(text)
         command = ["data", "train-tokenizer", "--input", str(empty), "--output", out + "3", "--vocab-size", vocab_size]
-        assert main(command) == 1
+        assert main(command) == 2
         complained = capsys.readouterr().err
         assert message in complained
         assert complained.count("\n") == 1

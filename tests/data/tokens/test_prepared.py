@@ -86,7 +86,7 @@ def test_hashes_of_other_files_and_damaged_ones_are_refused(
         path.write_bytes(spoiled)
         with pytest.raises(DataError, match=said):
             _corpus("moe", prefix, model)
-        assert main(["data", "check", prefix]) == 1
+        assert main(["data", "check", prefix]) == 2
         assert said in capsys.readouterr().err
     path.write_bytes(content)
     assert main(["data", "check", prefix]) == 0

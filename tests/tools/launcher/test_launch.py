@@ -84,7 +84,7 @@ def test_what_all_ranks_find_later_is_said_by_one_of_them(tmp_path: Path) -> Non
     data.write_text('{"text": "a"}\n{"body": "b"}\n', encoding="utf-8")
     line = ("--nproc-per-node", "2", "pretrain_moe.py", "--data-path", str(data))
     done = launch(tmp_path, *line, XDG_CACHE_HOME=str(tmp_path))
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert done.stderr.count("second.jsonl, line 2: no field 'text'") == 1
     assert "exitcode" not in done.stderr
 
