@@ -47,7 +47,7 @@ from megapar.model.spec import STORED
 from megapar.planning.variation import command_line
 from megapar.schema.rule import either
 from megapar.tools.harness import run_harness
-from megapar.tools.parser import Parser
+from megapar.tools.parser import Parser, failed
 from megapar.tools.pretrain import prepare_process
 from megapar.training.loop.outline import outline
 
@@ -81,7 +81,6 @@ def make_parser() -> ArgumentParser:
         ),
         epilog="Several ranks: megapar launch --nproc-per-node N evaluate CHECKPOINT ... "
         "Exit status: 0 done, 2 refused, 1 anything else.",
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add("checkpoint", metavar="CHECKPOINT", help="folder or URI of --save, for its latest checkpoint, or one in it")
@@ -105,8 +104,7 @@ def main(argv: Sequence[str]) -> int:
         sys.stderr.write(refusal(error.complaints))
         return error.exit_status
     except MegaparError as error:
-        print(f"megapar evaluate: {error}", file=sys.stderr)
-        return error.exit_status
+        return failed("evaluate", error)
     run(kind, flags)
 
 
@@ -231,7 +229,8 @@ def run(kind: str, flags: Sequence[str]) -> NoReturn:
 
     from megapar.trainer import main as train  # imports torch, so only after the configuration is accepted
 
-    train(config, after=partial(_print_result, loss=not config.data.eval_tasks or config.data.data_path != (MOCK,)))
+    loss = not config.data.eval_tasks or config.data.data_path != (MOCK,)
+    train(config, after=partial(_print_result, loss=loss, causal=config.model.causal))
 
 
 def _other_data(config: Config) -> Iterator[str]:
@@ -249,20 +248,23 @@ def _other_data(config: Config) -> Iterator[str]:
         yield f"the data is not that of the run: {'; '.join(apart)}. Its held-out part may have been trained on"
 
 
-def _print_result(outcome: Evaluated, *, loss: bool) -> None:
-    """Print the result as rank 0, a number per line; without ``loss`` only the scores of tasks."""
+def _print_result(outcome: Evaluated, *, loss: bool, causal: bool) -> None:
+    """Print the result as rank 0, a number per line, as ``result_lines``."""
     if os.environ.get("RANK", "0") == "0" and outcome.evaluation is not None:
-        print("\n".join(result_lines(outcome.evaluation, loss=loss)), flush=True)
+        print("\n".join(result_lines(outcome.evaluation, loss=loss, causal=causal)), flush=True)
 
 
-def result_lines(means: Mapping[str, float], *, loss: bool = True) -> Iterator[str]:
-    """Yield ``loss``, its terms, in nats per token, scores of tasks, and for a decoder the perplexity."""
+def result_lines(means: Mapping[str, float], *, loss: bool = True, causal: bool = True) -> Iterator[str]:
+    """Yield ``loss``, its terms, in nats per token, scores of tasks, and for a decoder the perplexity.
+
+    Without ``loss`` only the scores; without ``causal`` no perplexity, as exp(lm) of masked tokens is none.
+    """
     if loss:
         yield f"loss {means['loss']:.6f}"
     for name, mean in means.items():
         if name != "loss" and (loss or name.startswith(OF_TASK)):
             yield f"{name.removeprefix(OF_TASK)} {mean:.6f}"
-    if loss and "lm" in means:
+    if loss and causal and "lm" in means:
         yield f"perplexity {math.exp(means['lm']) if means['lm'] < 700 else math.inf:.6g}"
 
 

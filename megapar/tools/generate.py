@@ -17,10 +17,13 @@ from megapar.config.config import FLAGS
 from megapar.errors import CheckpointError, MegaparError
 from megapar.files.tensor_file import CONFIG_FILE
 from megapar.files.uri import refuse_wrong
-from megapar.tools.parser import Parser, count, whole
+from megapar.tools.parser import Parser, count, failed, whole
 
 if TYPE_CHECKING:
     import torch
+
+NO_TEMPLATE = "the tokenizer has no chat template; leave --chat out, or write the prompt in the form that was learned"
+HAS_TEMPLATE = "prompts are continued as they are; --chat puts them into the tokenizer's chat template"
 
 
 def make_parser() -> ArgumentParser:
@@ -30,11 +33,12 @@ def make_parser() -> ArgumentParser:
         description="Continue a prompt by a checkpoint of any layout: it is exported to a temporary folder, and "
         "transformers generates from it.",
         epilog="Exit status: 0 done, 2 refused, 1 anything else.",
-        examples=("runs/tiny --prompt 'The license'",),
+        examples=("runs/tiny --prompt 'The license'", "runs/tuned --chat --prompt 'What does os.getcwd do?'"),
     )
     add = parser.add_argument
     add("checkpoint", metavar="CHECKPOINT", help="folder or URI of --save, for its latest checkpoint, or one in it")
     add("--prompt", action="append", required=True, metavar="TEXT", help="the text to continue; may be repeated")
+    add("--chat", action="store_true", help="a prompt is a user's message, in the chat template; print the answers")
     add("--max-new-tokens", type=count, default=64, metavar="N", help="maximum length of a continuation (default: 64)")
     add("--temperature", type=_from_zero, default=0.7, metavar="T", help="0: the likeliest token (default: 0.7)")
     add("--top-k", type=count, metavar="K", help="draw only from the K likeliest tokens")
@@ -70,12 +74,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         for text in generate(options):
             print(text, flush=True)
-    except MegaparError as error:
-        print(f"megapar generate: {error}", file=sys.stderr)
-        return error.exit_status
-    except OSError as error:
-        print(f"megapar generate: {error}", file=sys.stderr)
-        return 1
+    except (MegaparError, OSError) as error:
+        return failed("generate", error)
     return 0
 
 
@@ -102,6 +102,10 @@ def generate(options: Namespace) -> list[str]:
     with exported(options.checkpoint, options.hf_cache, dtype=DTYPES.get(options.dtype), tokenizer=own) as folder:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
         model = loaded(folder, device)
+    if options.chat and not tokenizer.chat_template:
+        raise CheckpointError(f"--chat: {NO_TEMPLATE}")
+    if tokenizer.chat_template and not options.chat:
+        print(f"megapar generate: note: {HAS_TEMPLATE}", file=sys.stderr)
     torch.manual_seed(options.seed)
     return [_continued(options, model, tokenizer, prompt) for prompt in options.prompt]
 
@@ -124,26 +128,34 @@ def loaded(folder: Path, device: torch.device) -> Any:
 
 
 def _continued(options: Namespace, model: Any, tokenizer: Any, prompt: str) -> str:
-    """Return a prompt with its continuation, which ends at the model's last position at the latest."""
+    """Return a prompt with its continuation, or the answer to it alone; it ends at the model's last position."""
     import torch
 
-    ids = prompt_ids(tokenizer, prompt)
-    left = model.config.max_position_embeddings - len(ids)
+    ids, positions = prompt_ids(tokenizer, prompt, chat=options.chat), model.config.max_position_embeddings
+    left = positions - len(ids)
     if not ids or left < 1:
-        limit = f"the model has positions for {model.config.max_position_embeddings}, and one is for the answer"
+        limit = f"the model has positions for {positions}, and one is for the answer"
         raise CheckpointError(f"the prompt has {len(ids)} tokens; {limit}. Pass another --prompt")
     draws = {"do_sample": options.temperature > 0}
     if draws["do_sample"]:
         set_by = {"temperature": options.temperature, "top_k": options.top_k, "top_p": options.top_p}
         draws |= {name: value for name, value in set_by.items() if value is not None}
     given = torch.tensor([ids], device=model.device)
-    new = min(options.max_new_tokens, left)
+    if (new := min(options.max_new_tokens, left)) < options.max_new_tokens:
+        limit = f"the model has positions for {positions}, so at most {new} tokens follow the {len(ids)} of the prompt"
+        print(f"megapar generate: note: {limit}", file=sys.stderr)
     found = model.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=new, **draws)
-    return str(tokenizer.decode(found[0], skip_special_tokens=True))
+    return str(tokenizer.decode(found[0, len(ids) if options.chat else 0 :], skip_special_tokens=True))
 
 
-def prompt_ids(tokenizer: Any, prompt: str) -> list[int]:
-    """Return the ids of a prompt, with the beginning that the tokenizer adds to texts and without its end."""
+def prompt_ids(tokenizer: Any, prompt: str, *, chat: bool = False) -> list[int]:
+    """Return the ids of a prompt, with the beginning that the tokenizer adds to texts and without its end.
+
+    With ``chat`` they are those of the chat template with the prompt as a user's message, up to the answer.
+    """
+    if chat:
+        message = {"role": "user", "content": prompt}
+        return list(tokenizer.apply_chat_template([message], add_generation_prompt=True, return_dict=True)["input_ids"])
     ids = list(tokenizer(prompt)["input_ids"])
     plain = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     ends = {tokenizer.eos_token_id, tokenizer.sep_token_id}

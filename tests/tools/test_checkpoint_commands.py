@@ -165,9 +165,9 @@ def test_documents_that_may_have_been_trained_on_are_reported(run: Run, tmp_path
 
 
 def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["evaluate", str(tmp_path)]) == 1
+    assert main(["evaluate", str(tmp_path)]) == 2
     assert "contains no readable checkpoint. Pass the folder of --save" in capsys.readouterr().err
-    assert main(["generate", str(tmp_path), "--prompt", "a"]) == 1
+    assert main(["generate", str(tmp_path), "--prompt", "a"]) == 2
     assert "has no checkpoint that was published" in capsys.readouterr().err
 
 
@@ -184,6 +184,7 @@ def test_the_result_is_a_number_per_line() -> None:
     assert " | ".join(lines) == "loss 1.500000 | lm 0.693147 | mtp 1.000000 | perplexity 2"
     assert list(evaluate.result_lines({"mlm": 2.0, "loss": 2.0})) == ["loss 2.000000", "mlm 2.000000"]
     assert list(evaluate.result_lines({"lm": 800.0, "loss": 800.0}))[-1] == "perplexity inf"
+    assert list(evaluate.result_lines({"lm": 2.0, "loss": 2.0}, causal=False))[-1] == "lm 2.000000"
 
 
 def generate(run: Run, *options: str) -> int:
@@ -229,8 +230,28 @@ def test_a_cache_keeps_the_export(
     assert capsys.readouterr().out == first
     tokenizer = transformers.AutoTokenizer.from_pretrained(kept)
     assert prompt_ids(tokenizer, "a rank") == tokenizer("a rank", add_special_tokens=False)["input_ids"]
-    assert generate(run, "--prompt", "a rank " * 40, "--hf-cache", str(tmp_path)) == 1
+    assert generate(run, "--prompt", "a rank " * 40, "--hf-cache", str(tmp_path)) == 2
     assert "the model has positions for 16" in capsys.readouterr().err
+    assert generate(run, "--prompt", "a rank", "--hf-cache", str(tmp_path), "--max-new-tokens", "50") == 0
+    left = 16 - len(prompt_ids(tokenizer, "a rank"))
+    assert f"note: the model has positions for 16, so at most {left} tokens follow" in capsys.readouterr().err
+
+
+def test_a_prompt_is_a_message_of_a_chat(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--prompt", "a rank", "--temperature", "0", "--hf-cache", str(tmp_path))
+    assert generate(run, *options, "--chat") == 2
+    assert "--chat: the tokenizer has no chat template" in capsys.readouterr().err
+    (kept,) = tmp_path.iterdir()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(kept)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }} {{ m.content }}{% endfor %}"
+    tokenizer.chat_template += "{% if add_generation_prompt %} in turn{% endif %}"
+    tokenizer.save_pretrained(kept)
+    assert generate(run, "--prompt", "user a rank in turn", *options[2:]) == 0
+    raw = capsys.readouterr()
+    assert "note: prompts are continued as they are; --chat puts them into" in raw.err
+    assert generate(run, *options, "--chat") == 0
+    answered = capsys.readouterr()
+    assert (raw.out.removeprefix("user a rank in turn").strip(), "") == (answered.out.strip(), answered.err)
 
 
 def test_a_disk_without_room_is_refused_before_anything_is_written(
@@ -238,7 +259,7 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(
 ) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    assert generate(run, "--prompt", "a", "--hf-cache", str(tmp_path / "new")) == 1
+    assert generate(run, "--prompt", "a", "--hf-cache", str(tmp_path / "new")) == 2
     assert f"GiB in {tmp_path / 'new'}, where 0.00 GiB are free. Choose another disk" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
@@ -249,7 +270,7 @@ def test_a_checkpoint_without_a_tokenizer_asks_for_one(
     copy = tmp_path / "copy"
     shutil.copytree(run.saved, copy, ignore=shutil.ignore_patterns("tokenizer"))
     line = ["generate", str(copy), "--prompt", "a", "--max-new-tokens", "1", "--hf-cache", str(tmp_path / "kept")]
-    assert main(line) == 1
+    assert main(line) == 2
     assert "Pass that of the run with --tokenizer-model PATH" in capsys.readouterr().err
     assert not (tmp_path / "kept").exists()
     assert main([*line, "--tokenizer-model", str(run.folder / "my.model")]) == 0
@@ -257,5 +278,5 @@ def test_a_checkpoint_without_a_tokenizer_asks_for_one(
 
 def test_an_encoder_continues_no_text(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     small("ernie", tmp_path, "--data-path", "mock")
-    assert main(["generate", str(tmp_path / "saved"), "--prompt", "a"]) == 1
+    assert main(["generate", str(tmp_path / "saved"), "--prompt", "a"]) == 2
     assert "an ERNIE encoder" in capfd.readouterr().err
