@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from megapar.compatibility import check
+from megapar.compatibility import RULES, check
 from megapar.config.config import FLAGS, GROUPS, NOT_BUILT_NOTE, Config, build
-from megapar.config.draft import Draft, is_given, unknown_to_trainers
+from megapar.config.draft import Draft, is_from_file, is_given, unknown_to_trainers
 from megapar.config.files import apply_chat_date, apply_stored_tokenizer, check_files, check_model
 from megapar.config.published import apply_published
 from megapar.config.read import (
@@ -37,7 +37,7 @@ from megapar.files.uri import is_stored
 from megapar.launch_environment import equal_nodes
 from megapar.rules.model import export_class
 from megapar.schema.flag import KINDS, SCRIPTS, Flag, normal
-from megapar.schema.rule import either
+from megapar.schema.rule import NO_EFFECT, either, show, spell
 
 __all__ = ["FLAGS", "GROUPS", "KINDS", "SCRIPTS", "Config", "Flag", "parse", "parse_or_exit", "resolved_values"]
 
@@ -221,9 +221,34 @@ def read_settings(draft: Draft, argv: Line) -> str | None:
     warn_of_sharded_parameters(draft)
     refuse_foreign(draft)
     fill_defaults(draft)
+    _drop_idle(draft)
     apply_stored_tokenizer(draft)
     apply_chat_date(draft)
     return apply_published(draft)
+
+
+def _drop_idle(draft: Draft) -> None:
+    """Reset what files set and a flag of the command line leaves without an effect, with a warning.
+
+    --num-experts 0 after a file of a mixture of experts is one. What the line sets itself, or a file alone, is refused.
+    """
+    defaults = {name: FLAGS[name].defaults[draft.kind] for name in draft.values}
+    files = [name for name, value in draft.values.items() if value != defaults[name]]
+    files = [name for name in files if is_from_file(draft.origins[name])]
+    for rule in RULES:
+        reads = [name for name in rule.reads if name in FLAGS]
+        if rule.source != NO_EFFECT or any(draft.values.get(name) is None for name in reads):  # bad, or still open
+            continue
+        by = [f"{spell(name)} {show(draft.values[name])}" for name in reads if draft.origins[name] == "flag"]
+        if "not_default" not in rule.reads or not by:
+            continue
+        facts = {**draft.values, "kind": draft.kind, "given": frozenset()}
+        idle = [name for name in files if rule.broken({**facts, "not_default": frozenset((name,))})]
+        if idle:
+            names = ", ".join(f"{spell(name)} {show(draft.values[name])}" for name in idle)
+            draft.warnings.append(f"left out of --config, without an effect beside {' '.join(by)}: {names}")
+            draft.values.update({name: defaults[name] for name in idle})
+            draft.origins.update(dict.fromkeys(idle, "default"))
 
 
 def flat_values(draft: Draft, published: str | None) -> dict[str, Any]:

@@ -174,6 +174,18 @@ def test_yaml_takes_the_same_names_and_the_line_wins(tmp_path: Path) -> None:
     assert origins == ["file", "flag", "derived", "default"]
 
 
+def test_what_the_line_leaves_without_an_effect_in_a_file_is_left_out(tmp_path: Path) -> None:
+    """A dense decoder of the sizes of a mixture of experts needs one flag. What contradicts itself is refused."""
+    path = write(tmp_path, "num_experts: 4\nfirst_k_dense: 2\nmoe_ffn_hidden_size: 64\nadam_beta2: 0.9\n")
+    config = accept(f"--config {path} --num-experts 0")
+    said = "left out of --config, without an effect beside --num-experts 0: --first-k-dense 2, --moe-ffn-hidden-size 64"
+    assert config.warnings == (said,)
+    assert (config.origins["first_k_dense"], config.origins["adam_beta2"]) == ("default", "file")
+    assert "--adam-beta2 0.9" in accept(f"--config {path} --optimizer sgd").warnings[0]
+    assert "experts-unused" in rules(f"--config {path} --num-experts 0 --first-k-dense 2")
+    assert "experts-unused" in rules(["--config", write(tmp_path, "num_experts: 0\nfirst_k_dense: 2\n")])
+
+
 def test_yaml_lists_switches_and_aliases(tmp_path: Path) -> None:
     data = tmp_path / "a.txt"
     data.write_text("text", encoding="utf-8")
