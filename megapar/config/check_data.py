@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 from megapar.config.config import FLAGS
 from megapar.config.run import SFT
 from megapar.config.vocab_size import known_vocabulary
-from megapar.errors import Complaint, DataError
+from megapar.errors import Complaint, DataError, listed
 from megapar.files.conversation import FORMS, conversation_of
 from megapar.files.data_files import (
     FIELD,
@@ -42,6 +43,7 @@ from megapar.files.token_index import check_corpus
 NAMED_DATA = ("builtin", "mock")
 MAX_LINE_BYTES = 1 << 20  # a longer first line is left to the reader
 MAX_FILES = 100  # files of a folder whose first lines are checked
+SHOWN_FILES = 3
 _PARQUET_MAGIC = b"PAR1"
 _SUCH_FILES = "Pass a folder with such files, or text of other suffixes by the names of its files."
 _HUB_NAME = r"[\w.-]+(/[\w.-]+)?"
@@ -57,7 +59,8 @@ def check_data(values: Mapping[str, Any]) -> Iterator[Complaint]:
     paths = {name: [item for item in items if not is_url(item)] for name, items in paths.items()}
     for name, items in paths.items():
         for item in items:
-            yield from _item(name, item, values)
+            if name == "eval_data_path" or item not in paths["eval_data_path"]:  # once, and of the flag that is given
+                yield from _item(name, item, values)
     indexed = [prefix for items in paths.values() for item in items if (prefix := _prefix(item)) is not None]
     texts = [item for items in paths.values() for item in items if item != "mock" and _prefix(item) is None]
     if indexed and texts and values.get("tokenizer_model") is None:
@@ -172,9 +175,14 @@ def _folder(name: str, folder: Path, values: Mapping[str, Any]) -> Iterator[Comp
         yield Complaint("file", message, f"Write {spelling} {corpora[0]}{more}; with weights: 0.7 A 0.3 B.")
     elif not entries.taken:
         yield Complaint("file", f"{spelling} {folder}: {nothing_read(entries)}.", _SUCH_FILES)
+    alike: dict[tuple[str, str, str], list[tuple[str, Complaint]]] = {}  # complaints that only differ in the file
     for file in islice(entries.taken, MAX_FILES):
         assert isinstance(file, Path), "this is a folder of a disk"
-        yield from _content(name, file, values)
+        for one in _content(name, file, values):
+            alike.setdefault((one.rule, one.message.replace(str(file), ""), one.fix), []).append((file.name, one))
+    for (_, first), *others in alike.values():
+        more = f" The same of {len(others)} more: {listed([file for file, _ in others], SHOWN_FILES)}."
+        yield replace(first, fix=first.fix + more) if others else first
 
 
 def _content(name: str, path: Path, values: Mapping[str, Any]) -> Iterator[Complaint]:
@@ -197,7 +205,7 @@ def _content(name: str, path: Path, values: Mapping[str, Any]) -> Iterator[Compl
             yield Complaint("file", f"{spelling} {path} {defect}.")
         elif chats and kind_of(path) not in (*JSONL, PARQUET):
             message = f"{spelling} {path}: conversations are read from {', '.join((*JSONL, PARQUET))} files."
-            yield Complaint("file", message, "datasets.Dataset.to_json writes JSONL.")
+            yield Complaint("file", message, "Text is trained on without --task sft.")
         elif kind_of(path) == PARQUET:
             yield from _parquet(spelling, path, FORMS if chats else (field,))
         elif values.get("on_bad_record") == "stop" and (records or kind_of(path) in TEXT):

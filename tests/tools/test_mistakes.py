@@ -236,6 +236,26 @@ def test_a_record_that_may_be_passed_over_is() -> None:
     )
 
 
+def test_a_mistake_in_many_files_or_in_two_flags_is_told_once() -> None:
+    Path("texts").mkdir()
+    for number in range(6):
+        Path(f"texts/{number}.txt").write_text("text\n", encoding="utf-8")
+    with pytest.raises(ConfigError) as refused:
+        parse("moe", ["--task", "sft", "--data-path", "texts"], {})
+    (said,) = (str(one) for one in refused.value.complaints if one.rule == "file")
+    assert "texts/0.txt: conversations are read from" in said
+    assert said.endswith("The same of 5 more: 1.txt, 2.txt, 3.txt and 2 more.")
+    with pytest.raises(ConfigError) as refused:
+        parse("moe", ["--data-path", "texts/none", "--eval-data-path", "texts/none"], {})
+    assert [one.message for one in refused.value.complaints] == ["--eval-data-path texts/none does not exist."]
+
+
+@pytest.mark.parametrize("line", ["generate a --prompt a --max-new-token 5", "convert megapar-to-hf a b --shard 5"])
+def test_names_of_options_are_written_out(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert status_of(line.split()) == 2
+    assert f"unrecognized arguments: {' '.join(line.split()[-2:])}. Did you mean" in capsys.readouterr().err
+
+
 def status_of(words: list[str]) -> object:
     """The status of a command."""
     try:
