@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
+from itertools import islice
 
 from megapar.data.blend import BlendSource, groups_of, open_blend
 from megapar.data.cache import hash_parts
@@ -15,10 +17,11 @@ from megapar.data.sample_maker import CONVERSATIONS, Content, DecoderSampleMaker
 from megapar.data.sampling.mixture import Blend
 from megapar.data.sampling.packs import BEST_FIT, TOKEN, Packs, plan_of
 from megapar.data.sampling.samples import TokenPieces
+from megapar.data.text.chunks import LineNumbers
 from megapar.data.tokenizers.huggingface_tokenizer import HuggingFaceTokenizer
 from megapar.data.tokenizers.load import load_tokenizer
 from megapar.data.tokenizers.tokenizer import Tokenizer
-from megapar.data.tokens.conversations import STOP, ConversationStore, conversation_stores
+from megapar.data.tokens.conversations import HELD_OUT, STOP, ConversationStore, conversation_stores
 from megapar.data.tokens.indexed import without_suffix
 from megapar.data.tokens.prepared import check_chat
 from megapar.data.tokens.split import Split, TrainHeldout
@@ -140,7 +143,9 @@ def open_conversations(
             dataset, notes = cache.open(source.sources)
             for note in notes:
                 report(note)
-        return conversation_stores(source.name, dataset, split)
+        stores = conversation_stores(source.name, dataset, split)
+        known = source.indexed is None and not cache.skip_bad  # otherwise no line is known
+        return stores.map(lambda store: replace(store, place=partial(_line, source))) if known else stores
 
     def packed(sources: Sequence[BlendSource], stores: Sequence[ConversationStore], seed: int) -> PackedBlend:
         packs = tuple(packs_of(store, options, maker.seq_length, seed, report) for store in stores)
@@ -151,10 +156,18 @@ def open_conversations(
     pairs = [opened(source, maker.split if data.heldout is None else None) for source in data.train]
     held = [pair.heldout for pair in pairs if pair.heldout is not None]
     if data.heldout is not None:
-        held = [opened(source, None).train for source in data.heldout]
+        held = [replace(opened(source, None).train, side=HELD_OUT) for source in data.heldout]
     sources = data.heldout or data.train
     train = packed(data.train, [pair.train for pair in pairs], maker.seed)
     return TrainHeldout(train, packed(sources, held, 0) if len(held) == len(sources) else None)
+
+
+def _line(source: BlendSource, number: int) -> str:
+    """Return the file and the line or row, from 1, of a conversation of a source without broken records."""
+    chunks, numbers = (chunk for one in source.sources for chunk in one.chunks()), LineNumbers()
+    records = (pair for chunk in chunks for pair in chunk.records(numbers))
+    full = (placed for record, placed in records if isinstance(record, dict) or (record and record.strip()))
+    return str(next(islice(full, number, None))(DataError("")))
 
 
 def packs_of(

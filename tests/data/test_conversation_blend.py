@@ -111,16 +111,22 @@ def test_conversations_that_are_too_long(tokenizer: str, tmp_path: Path) -> None
     path = tmp_path / "long.jsonl"
     long = "river " * 60
     records = [turns("Hi", "Hello"), turns("Hi", long), turns(long, "Hello")]
-    path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in records))
+    path.write_text("\n" + "".join(json.dumps({"messages": messages}) + "\n" for messages in records))
     options = {overlong: ChatOptions(day=DAY, overlong=overlong) for overlong in (STOP, DROP, TRUNCATE)}
-    with pytest.raises(DataError, match="2 conversations have more than 65 tokens; the first one, conversation 1"):
+    with pytest.raises(
+        DataError, match=r"training: 2 conversations have more than 65 tokens; .*long.jsonl, line 3, has"
+    ):
         corpus(tokenizer, str(path), chat=options[STOP], seq_length=64, **WHOLE)
     dropped = corpus(tokenizer, str(path), chat=options[DROP], seq_length=64, **WHOLE)
-    assert dropped.notes == (f"{path}: of conversations with more than 65 tokens, 2 dropped",)
+    assert dropped.notes == (f"{path}, training: of conversations with more than 65 tokens, 2 dropped",)
     truncated = corpus(tokenizer, str(path), chat=options[TRUNCATE], seq_length=64, **WHOLE)
-    assert truncated.notes == (f"{path}: of conversations with more than 65 tokens, 1 truncated and 1 dropped",)
+    assert truncated.notes == (
+        f"{path}, training: of conversations with more than 65 tokens, 1 truncated and 1 dropped",
+    )
     assert truncated.conversations is not None
     assert truncated.conversations.train.sources[0].store.numbers.tolist() == [0, 1]
+    apart = corpus(tokenizer, str(path), chat=options[TRUNCATE], seq_length=64, eval_data_path=[str(path)])
+    assert [note.partition(": ")[0] for note in apart.notes] == [f"{path}, training", f"{path}, held-out"]
 
 
 def test_bad_records_stop_with_their_line_or_are_skipped(tokenizer: str, data: str, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from megapar.data.cache import hash_parts
@@ -14,6 +15,7 @@ from megapar.errors import DataError
 
 STOP, DROP, TRUNCATE = "stop", "drop", "truncate"
 """What happens to conversations that are longer than a sample."""
+HELD_OUT = "held-out"
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,12 +27,16 @@ class ConversationStore:
         dataset: The file of all conversations of the source, whose modes say the targets.
         numbers: [D] int64, the conversations of this side in the file.
         lengths: [D] int64, the tokens of each that are used, from its first on.
+        side: "training" or "held-out", for messages.
+        place: Says where a conversation of the source is, for messages.
     """
 
     name: str
     dataset: IndexedDataset
     numbers: np.ndarray
     lengths: np.ndarray
+    side: str = "training"
+    place: Callable[[int], str] = "conversation {} from 0".format
 
     def read(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids [T] int64 of conversation ``number`` of the store, and [T] bool, True for targets."""
@@ -52,25 +58,25 @@ class ConversationStore:
         Raises DataError if there are some and ``overlong`` is STOP, and if none remains. What is left of a truncated
         conversation needs a target.
         """
-        long = np.flatnonzero(self.lengths > longest)
+        long, name = np.flatnonzero(self.lengths > longest), f"{self.name}, {self.side}"
         if not len(long):
             return self, ""
         if overlong == STOP:
             raise DataError(
-                f"{self.name}: {len(long):,} conversations have more than {longest:,} tokens; the first one, "
-                f"conversation {int(self.numbers[long[0]])} of the source, has {int(self.lengths[long[0]]):,}; raise "
-                "--seq-length, or set --sft-overlong drop or truncate"
+                f"{name}: {len(long):,} conversations have more than {longest:,} tokens; the first one, "
+                f"{self.place(int(self.numbers[long[0]]))}, has {int(self.lengths[long[0]]):,}; raise --seq-length, "
+                "with --max-position-embeddings if that is less, or set --sft-overlong drop or truncate"
             )
         store = replace(self, lengths=np.minimum(self.lengths, longest))
         kept = np.ones(len(self.lengths), dtype=bool)
         kept[long] = [overlong == TRUNCATE and store.read(int(number))[1].any() for number in long]
         store = replace(store, numbers=self.numbers[kept], lengths=store.lengths[kept])
         if not len(store.numbers):
-            raise DataError(f"{self.name}: no conversation remains of those with more than {longest:,} tokens")
+            raise DataError(f"{name}: no conversation remains of those with more than {longest:,} tokens")
         dropped = int((~kept).sum())
         counts = [(len(long) - dropped, "truncated"), (dropped, "dropped")]
         changes = " and ".join(f"{count:,} {what}" for count, what in counts if count)
-        return store, f"{self.name}: of conversations with more than {longest:,} tokens, {changes}"
+        return store, f"{name}: of conversations with more than {longest:,} tokens, {changes}"
 
 
 def conversation_stores(name: str, dataset: IndexedDataset, split: Split | None) -> TrainHeldout[ConversationStore]:
@@ -96,5 +102,5 @@ def conversation_stores(name: str, dataset: IndexedDataset, split: Split | None)
     train, heldout = (np.flatnonzero(sides == side) for side in (0, 1))
     if not len(train):
         raise DataError(f"{name}: the split leaves none of {dataset.documents} conversations for training")
-    held = ConversationStore(name, dataset, heldout, lengths[heldout]) if len(heldout) else None
+    held = ConversationStore(name, dataset, heldout, lengths[heldout], HELD_OUT) if len(heldout) else None
     return TrainHeldout(ConversationStore(name, dataset, train, lengths[train]), held)
