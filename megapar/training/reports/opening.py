@@ -209,7 +209,8 @@ def _tokenizer(config: Config, corpus: Corpus) -> str:
     trained = "none, of random tokens" if isinstance(tokenizer, MockTokenizer) else "trained on this data"
     name = config.data.tokenizer_model or trained
     rows = "" if corpus.vocab_size == tokenizer.size else f" of {corpus.vocab_size:,} rows"
-    return f"tokenizer:  {name}, {tokenizer.size:,} ids{rows}, fingerprint {tokenizer.fingerprint()}"
+    gives = "which gives " if rows and name == "trained on this data" else ""
+    return f"tokenizer:  {name}, {gives}{tokenizer.size:,} ids{rows}, fingerprint {tokenizer.fingerprint()}"
 
 
 def model_lines(config: Config, job: Job, monitor: Monitor) -> Iterator[str]:

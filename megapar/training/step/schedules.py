@@ -190,6 +190,7 @@ _FLAGS: Mapping[str, str] = MappingProxyType(
         "targets": "the lr of the phases so far",
     }
 )
+_DERIVED = {"decay_iters": " (from --train-iters, if not given)", "wsd_decay_iters": " (a tenth of them, if not given)"}
 # Field of the schedule -> its value in checkpoints that are older than it.
 _DEFAULTS: Mapping[str, Any] = MappingProxyType(
     {
@@ -259,7 +260,9 @@ def another_schedule(saved: Mapping[str, Any], now: Mapping[str, Any], steps: in
     if not changed:
         return None
     ordered = sorted(changed, key=list(_FLAGS).index)
-    differences = "; ".join(f"{_FLAGS[name]} is {before.get(name)} there and {now[name]} here" for name in ordered)
+    differences = "; ".join(
+        f"{_FLAGS[name]} is {before.get(name)} there and {now[name]} here{_DERIVED.get(name, '')}" for name in ordered
+    )
     fix = "Pass the same flags, or --override-opt-param-scheduler to continue with the new ones."
     follow = [name for name in ordered if name != "weight_decay_iters"]
     if follow != ordered and not follow:

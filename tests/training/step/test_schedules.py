@@ -137,7 +137,7 @@ def test_more_steps_name_the_flag_that_keeps_the_schedule() -> None:
     """--train-iters moves the ends of decay and wsd; a cosine run hears nothing of wsd."""
     longer = replace(COSINE, decay_iters=20, wsd_decay_iters=2)
     found = another_schedule(COSINE.to_dict(), longer.to_dict())
-    assert found[0] == "--lr-decay-iters is 10 there and 20 here"
+    assert found[0] == "--lr-decay-iters is 10 there and 20 here (from --train-iters, if not given)"
     assert "Pass --lr-decay-iters 10 to keep the schedule" in found[1]
     wsd = another_schedule(replace(COSINE, style="wsd").to_dict(), replace(longer, style="wsd").to_dict())
     assert "Pass --lr-decay-iters 10 --lr-wsd-decay-iters 1 to keep the schedule" in wsd[1]
