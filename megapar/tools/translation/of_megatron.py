@@ -231,7 +231,8 @@ def _vocabulary(value: str, given: Given) -> Decided:
         multiple = 1
     if counted % multiple:
         padded = math.ceil(counted / multiple) * multiple
-        return RENAMED, f"--vocab-size {padded}", f"padded to a multiple of {multiple}"
+        with_end = f"{counted} with the end-of-document id, " * (counted != size)
+        return RENAMED, f"--vocab-size {padded}", f"{with_end}padded to a multiple of {multiple}"
     if counted != size and size > 0:
         return RENAMED, f"--vocab-size {counted}", "includes the end-of-document id"
     return SAME, f"--vocab-size {value}", ""

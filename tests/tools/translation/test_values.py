@@ -94,8 +94,19 @@ ROWS = """
 --fp8-format hybrid | different results
 --fp8-format hybrid --fp8-recipe blockwise | different results
 --fp8-format e4m3 | different results
---fp8-format e4m3 --fp8-recipe blockwise | renamed | --fp8
---fp8-format e4m3 --fp8-recipe tensorwise | renamed | --fp8 --fp8-recipe tensorwise
+--fp8-format e4m3 --fp8-recipe blockwise | different results | --fp8
+--fp8-format e4m3 --fp8-recipe blockwise --num-experts 8 | different results | --fp8 --fp8-experts
+--fp8-format e4m3 --fp8-recipe blockwise --num-experts 8 --no-use-gmm-fp8 | different results | --fp8
+--fp8-format e4m3 --fp8-recipe blockwise --num-experts 8 --tensor-model-parallel-size 2 | different results | --fp8
+--fp8-format e4m3 --fp8-recipe blockwise --num-experts 8 --tensor-model-parallel-size 2 \
+    --expert-tensor-parallel-size 1 | different results | --fp8 --fp8-experts
+--fp8-format e4m3 --fp8-recipe tensorwise | different results | --fp8 --fp8-recipe tensorwise
+--grad-reduce-in-bf16 --bf16 | renamed | --main-grads-dtype bf16
+--grad-reduce-in-bf16 --bf16 --optimizer muon | renamed | --main-grads-dtype bf16
+--grad-reduce-in-bf16 --bf16 --optimizer sgd | different results | --grad-reduce-dtype bf16
+--grad-reduce-in-bf16 | unnecessary
+--accumulate-allreduce-grads-in-fp32 --bf16 --grad-reduce-in-bf16 | unnecessary
+--accumulate-allreduce-grads-in-fp32 --bf16 | renamed | --grad-reduce-dtype fp32
 --fp8-format hybrid --fp8-recipe tensorwise | different results
 --window-size 127,0 | renamed | --window-size 128
 --window-size (127,0) | renamed | --window-size 128
