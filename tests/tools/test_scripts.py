@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -117,6 +118,12 @@ def test_slurm_says_where_to_submit_from(tree: Path) -> None:
     done = start(tree, "slurm.sbatch", SLURM_SUBMIT_DIR=str(tree / "toolkit"))
     assert done.returncode == 2
     assert f"scripts/multi_node.sh does not exist in {tree}/toolkit" in done.stderr
+
+
+def test_slurm_s_script_alone_says_how_to_start_it(tree: Path) -> None:
+    done = start(tree, "slurm.sbatch", "--config", "X.yaml")
+    assert done.returncode == 2
+    assert re.search(r"Start it by: sbatch \S+/scripts/slurm.sbatch --config X.yaml\n", done.stderr)
 
 
 def test_slurm_requeues_before_the_limit_where_a_save_takes_too_long(tree: Path) -> None:

@@ -52,6 +52,7 @@ class Watchdog:
     Attributes:
         rank: This rank, for messages before ``connect``.
         origin_of_limit: Returns the origin of a section's limit, for messages.
+        note_wait: Records that this rank only waits for late ones, for the launcher.
         record_folder: Folder for the dump of torch's flight recorder, which NCCL always has (for gloo set
             TORCH_FR_BUFFER_SIZE).
     """
@@ -60,6 +61,7 @@ class Watchdog:
     rank: int = field(default=0, kw_only=True)
     origin_of_limit: Callable[[str], str] = field(default=lambda name: "", kw_only=True)
     record_folder: Place | None = field(default=None, kw_only=True)
+    note_wait: Callable[[], object] = field(default=lambda: None, kw_only=True)
     print_report: Callable[[str], object] = field(default=lambda text: sys.stderr.write(text + "\n"), kw_only=True)
     end: Callable[[int], object] = field(default=os._exit, kw_only=True)
 
@@ -164,6 +166,8 @@ class Watchdog:
 
     def _final_report(self, own_report: Report, survey: Survey) -> None:
         overdue = survey.overdue
+        if survey.late_ranks and self.rank not in survey.late_ranks:
+            self.note_wait()
         self._print_report(own_report, survey, f"ended by the watchdog; {rank_reports.place(own_report, overdue.name)}")
         # Skipped if the disk may be the cause: this rank would block in the kernel too, where no signal ends it.
         if overdue.name not in rank_reports.AT_FILES and (record := flight_record()):

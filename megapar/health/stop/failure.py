@@ -18,12 +18,14 @@ import torch.distributed as dist
 from megapar.errors import DataError, DistributedError, MegaparError
 from megapar.launch_environment import RANK_FILE, failure_file, starts_before
 
+WAITED = "waited for late ranks"  # what the watchdog of a rank records that is not late
 _SIGNS = (
     "onnection closed by peer",
     "onnection reset by peer",
     "roken pipe",
     "remote process exited",
     "ncclRemoteError",
+    WAITED,
 )
 _HEAD = re.compile(r"^(\[\S+/[\w.]+:\d+\] )+")
 # Failures of other ranks, and failures of a machine that a restart may cure.

@@ -84,6 +84,7 @@ class Agent(LocalElasticAgent):
         self._dying = PendingKills()
         self._checked_at = 0.0
         self._restarts_blocked = False
+        self._killed: set[int] = set()
         self._failure: Failure | None = None
 
     def run(self, role: str = "default") -> Any:
@@ -159,7 +160,8 @@ class Agent(LocalElasticAgent):
         }
         statuses = {rank: failure.exitcode for rank, failure in result.failures.items()}
         job_ends = self._restarts_blocked or bool(self._stopper.signal)
-        if message := failed_ranks(statuses, notes, next_action(maximum, left, job_ends=job_ends)):
+        killed = {rank for rank, failure in result.failures.items() if failure.local_rank in self._killed}
+        if message := failed_ranks(statuses, notes, next_action(maximum, left, job_ends=job_ends), killed):
             print(f"megapar launch: {message}", file=sys.stderr, flush=True)
 
     def _block_restarts(self, why: str) -> None:
@@ -175,9 +177,16 @@ class Agent(LocalElasticAgent):
             started: dict[int, Any] = super()._start_workers(worker_group)
         ranks: Any = self._pcontext  # torch's SubprocessContext
         close, grace = ranks.close, self._shutdown_timeout
+        self._killed = set()
+        numbers = [f"rank {worker_group.workers[rank].global_rank}: {pid}" for rank, pid in sorted(started.items())]
+        print(f"megapar launch: processes: {', '.join(numbers)}", file=sys.stderr, flush=True)
 
         def within_grace(death_sig: signal.Signals | None = None, timeout: int = grace) -> None:
-            for rank in end_ranks(ranks.subprocess_handlers, death_sig or signal.SIGTERM, timeout):
+            handlers = ranks.subprocess_handlers
+            alive = {rank for rank, handler in handlers.items() if handler.proc.poll() is None}
+            stuck = end_ranks(handlers, death_sig or signal.SIGTERM, timeout)
+            self._killed |= {rank for rank in alive if handlers[rank].proc.poll() == -signal.SIGKILL}
+            for rank in stuck:
                 self._block_restarts(describe_unkillable(worker_group.workers[rank].global_rank, ranks.pids()[rank]))
                 del ranks.subprocess_handlers[rank]  # otherwise torch waits for it
                 ranks._running_local_ranks.discard(rank)

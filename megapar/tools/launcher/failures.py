@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,24 +85,29 @@ def repeated(previous: Failure | None, current: Failure | None) -> str:
     )
 
 
-def failed_ranks(statuses: Mapping[int, int], notes: Mapping[int, str | None], then: str) -> str:
+def failed_ranks(
+    statuses: Mapping[int, int], notes: Mapping[int, str | None], then: str, killed: Container[int] = ()
+) -> str:
     """Return a sentence about the failed ranks; "" for a refusal that ends the job, because the rank explained it.
 
-    Ranks that failed only because they lost another rank, or that the agent ended, are left out.
+    Ranks that failed only because they lost or waited for another rank, or that the agent ended, are left out.
 
     Args:
         statuses: Global rank -> exit status of the failed ranks of this node; negative for signals.
         notes: Global rank -> file in which the rank recorded the reason, or None.
         then: The next action; "" if the job ends.
+        killed: Global ranks that did not react to the agent's SIGTERM: the cause, if no rank failed by itself.
     """
     secondary = {rank for rank, status in statuses.items() if status == -signal.SIGTERM or _lost_peer(notes[rank])}
     primary = sorted(statuses.keys() - secondary)
+    primary = [rank for rank in primary if rank not in killed] or primary
     if not then and any(statuses[rank] == REFUSED for rank in primary):
         return ""
     if not primary:
         message = f"ranks {sorted(secondary)} of this node lost ranks of other nodes, or were stopped from outside"
         return message + (then and f"; {then}")
-    parts = [f"rank {rank} {ending(statuses[rank])}" for rank in primary[:SHOWN]]
+    hung = "did not respond, and was killed by the launcher"
+    parts = [f"rank {rank} {hung if rank in killed else ending(statuses[rank])}" for rank in primary[:SHOWN]]
     if len(primary) > SHOWN:
         parts.append(f"{len(primary) - SHOWN} more failed")
     return ", ".join(parts) + (then and f"; {then}")

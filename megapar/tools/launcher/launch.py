@@ -17,6 +17,7 @@ from megapar.config.config import Config
 from megapar.errors import Complaint, ConfigError, MegaparError, input_status
 from megapar.health.stop.signal_listener import write_stderr
 from megapar.launch_environment import LAUNCH, STOP_TIMEOUT
+from megapar.tools.launcher import secret_file
 from megapar.tools.launcher.environment import environment, few_cores, interfaces
 from megapar.tools.launcher.failures import REFUSED, is_refusal
 from megapar.tools.launcher.launch_options import Launch, read
@@ -104,15 +105,13 @@ def _make_log_folder(path: str) -> None:
 
 
 def _meet(launch: Launch) -> MeetingPlace:
-    """Return where the nodes meet. Raises DistributedError, and ConfigError for an invalid or missing secret."""
-    from megapar.tools.launcher import meeting, secret
+    """Return where the nodes meet. Raises DistributedError, and ConfigError for a secret that has become invalid."""
+    from megapar.tools.launcher import meeting
 
     single_node = launch.nnodes == 1
-    job_secret = secret.take(launch.secret_file, os.environ)
-    if launch.require_secret and not single_node:
-        secret.require(job_secret)
+    job_secret = secret_file.take(launch.secret_file, os.environ)
     if not single_node and not job_secret:
-        print(f"megapar launch: {secret.NO_SECRET}", file=sys.stderr, flush=True)
+        print(f"megapar launch: {secret_file.NO_SECRET}", file=sys.stderr, flush=True)
     if not launch.rdzv_endpoint:
         return meeting.meet_here()
     if launch.rdzv_conf.get("store_type") == "file":

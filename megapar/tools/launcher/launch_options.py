@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any
 
+from megapar.config.read import spellings
+from megapar.errors import ConfigError
 from megapar.files.paths import MOUNT, REMOTE, is_url
+from megapar.tools.launcher import secret_file
 from megapar.tools.launcher.program import arguments_of, complaints_about, wants_warm_start
 from megapar.tools.parser import Parser, count, seconds, whole
 
@@ -97,8 +101,18 @@ def _complaints(options: argparse.Namespace) -> Iterator[str]:
     for name, path in (("--log-dir", options.log_dir), ("--secret-file", options.secret_file)):
         if is_url(path or ""):
             yield f"{REMOTE} (here {name} {path}). {MOUNT}"
+    file = "" if is_url(options.secret_file) else options.secret_file
+    try:
+        secret_file.take(file, dict(os.environ), required=options.require_secret and options.nnodes[1] > 1)
+    except ConfigError as error:
+        yield from (f"{one.message} {one.fix}".rstrip(".") for one in error.complaints)
     if options.nnodes[1] > 1 and not options.rdzv_endpoint:
         yield "several nodes need --rdzv-endpoint HOST:PORT of one of them"
+    elif options.rdzv_endpoint and "store_type=file" not in options.rdzv_conf.split(","):
+        try:
+            split_endpoint(options.rdzv_endpoint)
+        except ValueError as error:
+            yield str(error)
     for pair in filter(None, options.rdzv_conf.split(",")):
         name, equals, value = pair.partition("=")
         if not equals or not name:
@@ -109,6 +123,16 @@ def _complaints(options: argparse.Namespace) -> Iterator[str]:
             yield f"--rdzv-conf {pair}: {value!r} is neither true nor false"
         elif name == "store_type" and value not in STORES:
             yield f"--rdzv-conf {pair}: {value!r} is neither {' nor '.join(STORES)}"
+
+
+def split_endpoint(endpoint: str) -> tuple[str, int]:
+    """Split HOST:PORT; the default port is 29400, torch's. Raises ValueError if either part is invalid."""
+    host, colon, port = endpoint.rpartition(":")
+    if not colon or (endpoint.startswith("[") and endpoint.endswith("]")):
+        host, port = endpoint, "29400"
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise ValueError(f"--rdzv-endpoint must be HOST:PORT, with a port up to 65535, got {endpoint}")
+    return host.strip("[]"), int(port)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -122,7 +146,7 @@ def make_parser() -> argparse.ArgumentParser:
             "pretrain moe --help                      the flags of the trainer",
         ),
         epilog="Exit status: 0 done (also after a signal, if the checkpoint was saved), 2 refused, 1 anything else.",
-        elsewhere=_TORCHRUN,
+        elsewhere={**{f"--{name}": f"--{name} after the script" for name in spellings()}, **_TORCHRUN},
     )
     add = parser.add_argument
     add("--nproc-per-node", type=count, default=1, metavar="N", help="ranks on this node (default: 1)")
@@ -180,8 +204,9 @@ def _add_meeting(parser: argparse.ArgumentParser) -> None:
         "--rdzv-endpoint",
         default="",
         metavar="HOST:PORT",
-        help="address and port of one node, where all nodes meet; on one node, localhost:0 sets MASTER_ADDR and "
-        "MASTER_PORT for your own scripts, as torchrun does (default: a single node uses files and opens no port)",
+        help="address and port (29400, if it has none) of one node, where all nodes meet; on one node, localhost:0 "
+        "sets MASTER_ADDR and MASTER_PORT for your own scripts, as torchrun does (default: a single node uses files "
+        "and opens no port)",
     )
     add("--rdzv-id", default="", help="name of the job, the same on every node (default: a random name)")
     add(

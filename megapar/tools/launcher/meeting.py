@@ -27,7 +27,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 
 from megapar.errors import DistributedError
 from megapar.launch_environment import RANK_FILE, ROUND
-from megapar.tools.launcher.launch_options import Launch
+from megapar.tools.launcher.launch_options import Launch, split_endpoint
 from megapar.tools.launcher.rank_files import RankFiles
 from megapar.tools.launcher.rendezvous import LAST_CALL_SECONDS, Clocks, JsonBackend
 from megapar.tools.launcher.secret import SignedStore
@@ -72,7 +72,7 @@ def meet_by_file(path: str, local_addr: str) -> MeetingPlace:
 def meet_at(endpoint: str, local_addr: str = "", hosts: bool | None = None) -> MeetingPlace:
     """Return the store at HOST:PORT. Create it if HOST is this machine and the store does not exist yet.
 
-    Raises DistributedError if the address is unusable or nothing answers there.
+    Raises DistributedError if the address is unusable or nothing answers there, ValueError if it is not HOST:PORT.
 
     Args:
         endpoint: HOST:PORT. Port 0 selects a free port; only the node that creates the store can use it.
@@ -105,16 +105,6 @@ def meet_at(endpoint: str, local_addr: str = "", hosts: bool | None = None) -> M
             f"{str(error).splitlines()[0]}"
         ) from error
     return MeetingPlace(store, endpoint, local_addr or _source_address(address, port))
-
-
-def split_endpoint(endpoint: str) -> tuple[str, int]:
-    """Split HOST:PORT; the default port is 29400. Raises DistributedError if either part is invalid."""
-    host, colon, port = endpoint.rpartition(":")
-    if not colon or (endpoint.startswith("[") and endpoint.endswith("]")):
-        host, port = endpoint, "29400"
-    if not host or not port.isdecimal() or int(port) > 65535:
-        raise DistributedError(f"--rdzv-endpoint must be HOST:PORT, got {endpoint}")
-    return host.strip("[]"), int(port)
 
 
 def _address_of(host: str) -> str:

@@ -16,6 +16,7 @@ from megapar.core.device.base import Device
 from megapar.files.location import at
 from megapar.health.hangs.sections import Sections
 from megapar.health.hangs.watchdog import Watchdog
+from megapar.health.stop.failure import WAITED, note
 from megapar.rules.sections import origin_of_limit, section_limits
 from megapar.training.reports.record import Record
 from megapar.training.step.job import Job
@@ -158,6 +159,7 @@ def make_watchdog(config: Config) -> Watchdog:
         rank=int(os.environ.get("RANK", "0")),
         origin_of_limit=lambda name: origin_of_limit(name, limits, options.section_timeouts),
         record_folder=at(config.checkpoint.save) if config.checkpoint.save else None,
+        note_wait=lambda: note(ConnectionError(WAITED), os.environ),
     )
     watchdog.sections.begin("start-up")
     return watchdog

@@ -17,6 +17,7 @@ from megapar.core.comm.accounts import FlightRecorder
 from megapar.core.comm.axis import Axis
 from megapar.files.disk import DiskWriting
 from megapar.health.hangs import watchdog as watchdog_module
+from megapar.health.hangs.gathering import Survey
 from megapar.health.hangs.rank_reports import explain, late_ranks, line_of
 from megapar.health.hangs.sections import Overdue, Sections
 from megapar.health.hangs.stragglers import Pace, Stragglers, summary
@@ -380,3 +381,13 @@ def test_one_busy_moment_makes_no_slow_rank() -> None:
     assert [stragglers.update(pace, 10) for pace in (slow, slow, other, other, even, slow, slow)] == [""] * 7
     assert "rank 1 is slow" in stragglers.update(slow, 10)
     assert [Stragglers(1.5).update(slow, 1) for _ in range(9)] == [""] * 9  # few steps
+
+
+@pytest.mark.parametrize(("late", "waited"), [([1], 1), ([0], 0), ([], 0)])
+def test_a_rank_that_waited_for_a_late_one_records_that(late: list[int], waited: int) -> None:
+    noted: list[int] = []
+    watchdog = Watchdog(
+        Sections({}), rank=0, print_report=lambda text: None, note_wait=lambda: noted.append(len(noted))
+    )
+    watchdog._final_report(watchdog.report(), Survey({}, late, OVERDUE, False))
+    assert len(noted) == waited

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megapar.health.stop.failure import is_lost_peer, report_lost_peer
+from megapar.health.stop.failure import WAITED, is_lost_peer, report_lost_peer
 
 GLOO = (
     "[/w/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:11955: Connection reset by peer. This is typically "
@@ -28,3 +28,7 @@ def test_what_is_a_rank_s_own_keeps_its_traceback(error: Exception, capsys: pyte
 
 def test_a_run_of_one_rank_has_no_other() -> None:
     assert not report_lost_peer(RuntimeError(GLOO), {})
+
+
+def test_a_rank_that_waited_for_a_late_one_has_lost_it() -> None:
+    assert is_lost_peer(ConnectionError(WAITED))

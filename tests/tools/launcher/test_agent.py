@@ -21,7 +21,7 @@ class Stuck:
         self.proc, self.signals = self, list[signal.Signals]()
         self.pid = 0
 
-    def poll(self) -> None:
+    def poll(self) -> int | None:
         return None
 
     def wait(self, timeout: float) -> None:
@@ -49,7 +49,9 @@ class Ranks:
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
     made = Ranks()
-    monkeypatch.setattr(LocalElasticAgent, "_start_workers", lambda self, group: setattr(self, "_pcontext", made) or {})
+    monkeypatch.setattr(
+        LocalElasticAgent, "_start_workers", lambda self, group: setattr(self, "_pcontext", made) or made.pids()
+    )
     return made
 
 
@@ -77,4 +79,25 @@ def test_nothing_waits_for_a_rank_that_no_signal_ends(ranks: Ranks, capsys: pyte
     assert ranks.subprocess_handlers == {}
     assert ranks._running_local_ranks == set()
     assert made._remaining_restarts == 0
-    assert "process 0 of rank 3 cannot be ended" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "processes: rank 3: 0\n" in said
+    assert "process 0 of rank 3 cannot be ended" in said
+
+
+class Deaf(Stuck):
+    """A process that only SIGKILL ends."""
+
+    def poll(self) -> int | None:
+        return -signal.SIGKILL if signal.SIGKILL in self.signals else None
+
+    def wait(self, timeout: float) -> None:
+        if self.poll() is None:
+            super().wait(timeout)
+
+
+def test_which_ranks_had_to_be_killed_is_known(ranks: Ranks, capsys: pytest.CaptureFixture[str]) -> None:
+    ranks.subprocess_handlers = {0: Deaf()}
+    made = agent("--no-warm-start")
+    made._start_workers(made._worker_group)
+    ranks.close()
+    assert made._killed == {0}

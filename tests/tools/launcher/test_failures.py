@@ -217,3 +217,10 @@ def test_a_process_that_waits_for_a_disk_is_named(tmp_path: Path, monkeypatch: p
         told = describe_unkillable(3, stuck.proc.pid)
     assert f"process {stuck.proc.pid} of rank 3 cannot be ended: no signal reaches it, in " in told
     assert stuck.proc.wait(60) == 1
+
+
+def test_a_rank_that_the_launcher_killed_is_the_cause_only_of_what_no_rank_caused_itself(tmp_path: Path) -> None:
+    notes = dict.fromkeys((0, 1, 3), lost_note(tmp_path, True)) | {2: None}
+    hung = {0: 1, 1: 1, 2: 1, 3: -9}
+    assert failed_ranks({0: 1, 1: 1, 2: -9}, notes, "", {2}) == "rank 2 did not respond, and was killed by the launcher"
+    assert failed_ranks(hung, {**notes, 3: None}, "", {3}) == "rank 2 ended with status 1"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megapar.tools.launcher.launch_options import read
+from megapar.tools.launcher.launch_options import read, split_endpoint
 
 
 @pytest.fixture
@@ -37,6 +37,14 @@ def test_what_is_asked_for_is_read(script: str) -> None:
         (["--rdzv-conf", "store_type=disk"], ["'disk' is neither file nor tcp"]),
         (["--master_addr", "host"], ["--master_addr", "Did you mean --rdzv-endpoint HOST:PORT?"]),
         (["--config", "a.yaml"], ["Did you mean pretrain moe --config?"]),
+        (["--validate-only"], ["unrecognized arguments: --validate-only", "--validate-only after the script?"]),
+        (["--rdzv-endpoint", "node0:99500"], ["must be HOST:PORT, with a port up to 65535, got node0:99500"]),
+        (["--rdzv-endpoint", "node0:http"], ["--rdzv-endpoint must be HOST:PORT", "got node0:http"]),
+        (["--nnodes", "2", "--require-secret"], ["there is no secret", "several nodes need --rdzv-endpoint"]),
+        (
+            ["--rdzv-endpoint", ":1", "--secret-file", "nowhere"],
+            ["--rdzv-endpoint must be HOST:PORT", "--secret-file nowhere cannot be read"],
+        ),
         (["--max-restarts", "-1"], ["argument --max-restarts: '-1' is not a whole number >= 0"]),
         (
             ["--nnodes", "2", "--max-restarts", "1", "--rdzv-conf", "timeout=x"],
@@ -58,3 +66,10 @@ def test_what_cannot_be_is_refused(
 def test_settings_of_torch_are_taken_as_they_are(script: str) -> None:
     options = ("--rdzv-backend", "c10d", "--rdzv-conf", "protocol=https")
     assert read([*options, script])[0].rdzv_conf == {"protocol": "https"}  # nothing is known of it here
+
+
+def test_an_endpoint_without_a_port_has_torch_s_default(script: str) -> None:
+    assert split_endpoint("node0") == ("node0", 29400)
+    assert split_endpoint("[::1]:5") == ("::1", 5)
+    shared = ["--rdzv-endpoint", "/shared/file:x", "--rdzv-conf", "store_type=file"]
+    assert read([*shared, script])[0].rdzv_endpoint == "/shared/file:x"

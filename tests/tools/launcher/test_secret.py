@@ -9,7 +9,8 @@ import pytest
 from torch.distributed import DistNetworkError, HashStore
 
 from megapar.errors import ConfigError, DistributedError
-from megapar.tools.launcher.secret import launch_name, require, take
+from megapar.tools.launcher.secret import launch_name
+from megapar.tools.launcher.secret_file import take
 
 
 @pytest.fixture
@@ -55,9 +56,9 @@ def test_what_is_no_file_or_no_secret_is_refused(file: Path) -> None:
 
 
 def test_a_required_secret_must_be_there() -> None:
-    require(b"x" * 16)
+    assert take("", {"MEGAPAR_SECRET": "x" * 16}, required=True) == b"x" * 16
     with pytest.raises(ConfigError, match="but there is no secret"):
-        require(None)
+        take("", {}, required=True)
 
 
 class Lost(HashStore):
