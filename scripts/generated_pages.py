@@ -41,12 +41,14 @@ of repeated flags wins. Switches are turned off by `--no-FLAG` (or `false` in a 
 from other flags if it is not given.
 
 With several `--config`, later files override earlier ones; `--validate-only` shows which file each value is from.
-`null` (also `None`) leaves a setting unset, if that is its default. What a file sets and a flag of the command line
-leaves without an effect, as `--num-experts 0` does with the sizes of experts, is left out, with a warning. Keys may be
-in blocks with the names below (`model: {num_layers: 4}`), and in those of PaddlePaddle's strategies
-(`hybrid_configs`, `sharding_configs`, `pipeline_configs`, `gradient_merge_configs` and others), whose dictionaries
-are valid YAML without changes; other blocks are refused. In paths `~`, `$NAME` and `${NAME}` are expanded; a variable
-that is not set is refused.
+`null` (also `None`) leaves a setting unset, if that is its default. It drops a key of an earlier file, as
+`--tokenizer-model null` does on the command line; give other settings their default instead. What a file sets and a flag of
+the command line leaves without an effect, as `--num-experts 0` does with the sizes of experts, is left out, with a warning.
+
+Keys may be in blocks with the names below (`model: {num_layers: 4}`), and in those of PaddlePaddle's strategies
+(`hybrid_configs`, `sharding_configs`, `pipeline_configs`, `gradient_merge_configs` and others), whose dictionaries are
+valid YAML without changes; other blocks are refused. In paths `~`, `$NAME` and `${NAME}` are expanded; a variable that
+is not set is refused.
 
 A file may record the run that it was written for. `world_size` is its number of ranks: `--validate-only` and
 `megapar plan` use it, and a start on another number is refused unless `--world-size` on the command line gives that

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from megapar.arguments import FLAGS, GROUPS, KINDS, SCRIPTS, Config, parse, parse_or_exit
 from megapar.config.read import normal, spellings
-from megapar.config.report import EXAMPLES, help_text
+from megapar.config.report import EXAMPLES, help_text, phase_lines
 from megapar.errors import ConfigError
 from megapar.schema.flag import Flag, from_flags
 from tests.support.token_files import write_tokens
@@ -664,3 +664,11 @@ def test_what_is_wrong_in_a_mapping_is_named() -> None:
         "[value] --lr takes a number, got 'fast'.",
         "[value] --sequence-parallel takes true or false, got 3.",
     ]
+
+
+def test_a_phase_with_a_ramp_says_its_batches() -> None:
+    phases = ["--data-path", "a=builtin", "--data-phases", "0: a=1; 50 iterations: a=2", "--seq-length", "64"]
+    line = [*phases, "--train-iters", "60", "--global-batch-size", "16", "--rampup-batch-size", "4", "4", "300"]
+    first, second = phase_lines(parse("moe", line, {}))
+    assert first == "from the start: a 1; 50 steps of 4 to 16 x 64, 23,296 positions"
+    assert second.endswith("a 2; 10 steps of 16 x 64, 10,240 positions")

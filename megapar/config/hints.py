@@ -93,8 +93,17 @@ def near_choice(value: str, choices: Sequence[str]) -> str:
     return f"Did you mean {near[0]}?" if near else ""
 
 
-def plain_number(text: str, unit: str) -> str:
-    """Suggest a plain number for one written with a unit, a multiplier or commas; "" if the text is none of these."""
+_SECONDS = {"s": 1, "sec": 1, "second": 1, "m": 60, "min": 60, "minute": 60, "h": 3600, "hour": 3600, "d": 86400}
+_MEGABYTES = {"m": 1, "mb": 1, "mib": 1, "g": 1024, "gb": 1024, "gib": 1024, "tb": 1 << 20, "tib": 1 << 20}
+_MEASURES: Mapping[str, tuple[Mapping[str, float], float, str]] = {
+    **{"seconds": (_SECONDS, 1, "seconds"), "minutes": (_SECONDS, 60, "minutes")},
+    **{"MB": (_MEGABYTES, 1, "MB (2^20 bytes)"), "GiB": (_MEGABYTES, 1024, "GiB (2^30 bytes)")},
+}
+"""Units of flags: suffixes with their factors, the factor of the unit itself, its name."""
+
+
+def plain_number(text: str, unit: str, *, whole: bool) -> str:
+    """Suggest a plain number for one with a unit, commas or, if it is ``whole``, a multiplier; "" for other texts."""
     text = text.strip()
     if re.fullmatch(r"[+-]?[1-9]\d{0,2}(,\d{3})+", text):
         return f"Write it without commas: {text.replace(',', '')}."
@@ -104,12 +113,14 @@ def plain_number(text: str, unit: str) -> str:
     if match is None:
         return ""
     number, suffix = match.groups()
-    power = {"k": 1, "m": 2, "b": 3, "g": 3}.get(suffix.lower())
-    megabytes = {"mb": 1, "mib": 1, "g": 1024, "gb": 1024, "gib": 1024, "tb": 1 << 20, "tib": 1 << 20}.get(
-        suffix.lower()
-    )
-    if megabytes and unit == "MB":
-        return f"Write only the number, in MB (2^20 bytes): {float(number) * megabytes:g}."
-    if power and unit != "MB":
-        return f"Write all digits: {float(number) * 1000**power:.0f}, or {float(number) * 1024**power:.0f}."
-    return f"Write only the number{f', in {unit}' if unit else ''}: {number}."
+    suffix = suffix.lower()
+    if unit in _MEASURES:
+        factors, own, name = _MEASURES[unit]
+        factor = factors.get(suffix, factors.get(suffix.removesuffix("s")))
+        value = "" if factor is None else f": {float(number) * factor / own:.10g}"
+        return f"Write only the number, in {name}{value}."
+    power = {"k": 1, "m": 2, "b": 3, "g": 3, "t": 4}.get(suffix)
+    if power:
+        return f"Write all digits: {float(number) * 1000**power:.0f}, or {float(number) * 1024**power:.0f}." * whole
+    known = not unit or suffix.rstrip("s") == unit.rstrip("s")
+    return f"Write only the number{f', in {unit}' if unit else ''}{f': {number}' if known else ''}."

@@ -204,7 +204,9 @@ def phase_lines(config: Config) -> Iterator[str]:
         if number < len(reached):
             end = reached[number][1]
             steps, count = end.first_step - span.first_step, end.first_position - span.first_position
-            size = f"{steps:,} steps of {span.batch.final:,} x {span.seq_length:,}, {count:,} positions"
+            sizes = [span.batch.at(span.batch.after(span.first_sample, done)) for done in (0, max(0, steps - 1))]
+            batch = " to ".join(f"{one:,}" for one in dict.fromkeys(sizes))  # two inside a ramp
+            size = f"{steps:,} steps of {batch} x {span.seq_length:,}, {count:,} positions"
         yield f"{place if number else 'from the start'}: {weights}; {size}{rate}"
 
 

@@ -146,7 +146,7 @@ def _scalar(flag: Flag, raw: Any, kind: str) -> Any:
         return whole
     except (TypeError, ValueError, OverflowError):
         words = "".join(f" or {word}" for word in flag.words)
-        fix = plain_number(str(raw), flag.unit)
+        fix = plain_number(str(raw), flag.unit, whole=kind == "int")
         raise BadValue("value", f"{flag.spelling} takes {_TYPE_WORDS[kind]}{words}, got {shown(raw)}.", fix) from None
 
 
@@ -213,7 +213,11 @@ def expand(path: str, environ: Mapping[str, str]) -> str:
     """
     result = _expand(path, environ)
     if not result:
-        raise BadValue("value", f"is an empty text{f' ({path})' if path else ''}.", "Leave it out, or name a path.")
+        raise BadValue(
+            "value",
+            f"is an empty text{f' ({path})' if path else ''}.",
+            "Leave it out, or name a path; null unsets that of a file.",
+        )
     return result
 
 

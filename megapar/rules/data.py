@@ -171,8 +171,8 @@ RULES: tuple[Rule, ...] = (
     ),
     _row(
         id="names-without-weights",
-        reads=("data_path", "eval_data_path", "not_default"),
-        when=lambda f: len(_names(f)) > 1 and "data_phases" not in f.not_default,
+        reads=("data_path", "eval_data_path", "given"),
+        when=lambda f: len(_names(f)) > 1 and "data_phases" not in f.given,  # also of phases that are not well-formed
         requires=lambda f: blend_of(f.data_path)[0].weight is not None,
         message="several named sources of --data-path need weights, which each of them, or each phase, gives",
         fix="Write --data-path 0.7 a=A 0.3 b=B, or set --data-phases.",

@@ -119,7 +119,8 @@ def _phase(text: str) -> PlannedPhase:
     place, colon, rest = text.partition(":")
     at, *unit = place.split() or [""]
     if not colon or (unit and unit not in ([word] for word in UNITS)) or (not unit and at != "0"):
-        raise ValueError(f"{text!r} does not begin with a place such as 0: or 10B tokens: ({', '.join(UNITS)})")
+        places = f"0: or 10B tokens: ({', '.join(UNITS)}; a step is an iteration)"
+        raise ValueError(f"{text!r} does not begin with a place such as {places}")
     weights: dict[str, Fraction] = {}
     settings: dict[str, str] = {}
     for word in rest.split():

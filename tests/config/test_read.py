@@ -249,3 +249,9 @@ def test_a_variable_that_is_not_set_is_refused(tmp_path: Path) -> None:
     assert "$NOR_THIS is not set" in said
     with pytest.raises(ConfigError, match=r"--config .*NO_SUCH_PLACE is not set"):
         parse("moe", ["--config", "$NO_SUCH_PLACE/run.yaml"], {})
+
+
+def test_a_bad_value_of_phases_is_the_only_complaint() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse("moe", ["--data-path", "a=builtin", "b=builtin", "--data-phases", "0: a=1,b=1; 500: a=1"], {})
+    assert [complaint.rule for complaint in caught.value.complaints] == ["value"]
