@@ -97,7 +97,9 @@ def check_stores(values: Mapping[str, Any]) -> Iterator[Complaint]:
         for uri in filter(is_url, places):
             problem, fix = wrong_uri(uri)
             if problem:
-                yield Complaint("store", f"{flag.spelling} {masked(uri)} {problem}.", fix)
+                yield Complaint(
+                    "package" if "needs" in problem else "store", f"{flag.spelling} {masked(uri)} {problem}.", fix
+                )
             elif uri.startswith(f"{MEMORY}://") and values.get("world_size", 1) > 1:
                 message = f"{flag.spelling} {uri} is the memory of one process, and the run has {values['world_size']}."
                 yield Complaint("store", message, "Choose a store that all ranks reach.")

@@ -48,7 +48,9 @@ def read_config(folder: Place) -> dict[str, Any]:
         if (at(folder) / "adapter_config.json").is_file():
             fix = "merge it into its model with merge_and_unload of peft, and pass the folder of the result"
             raise Unsupported(f"{folder} is an adapter (LoRA), not a model: {fix}") from error
-        lacks = "does not exist" if is_file else "contains no config.json, which every published model has"
+        lacks = "contains no config.json, which every published model has"
+        if is_file or not at(folder).exists():
+            lacks = "does not exist; `hf download` fetches a published model"
         raise Unsupported(f"{folder} {lacks}") from error
     except (OSError, ValueError) as error:
         raise Unsupported(f"{path} cannot be read ({error})") from error

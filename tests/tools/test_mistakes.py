@@ -68,6 +68,13 @@ MISTAKES = [
     ("--mlm-probability 0.2", "is a flag of pretrain_ernie.py", "no effect in pretrain_moe.py", "Leave it out"),
     # a value of the wrong kind, or out of bounds
     ("--train-iters 1k", "--train-iters takes a whole number, got '1k'", "Write all digits: 1000, or 1024"),
+    ("--train-iters 1T", "got '1T'", "Write all digits: 1000000000000, or 1099511627776"),
+    ("--train-iters 5epochs", "got '5epochs'", "Write only the number, in steps."),
+    ("--train-iters 5steps", "got '5steps'", "Write only the number, in steps: 5."),
+    ("--step-timeout-seconds 10m", "takes a number, got '10m'", "Write only the number, in seconds: 600."),
+    ("--exit-duration-minutes 2h", "takes a number, got '2h'", "Write only the number, in minutes: 120."),
+    ("--exit-duration-minutes 230minutes", "got '230minutes'", "Write only the number, in minutes: 230."),
+    ("--device-memory-gib 80g", "takes a number, got '80g'", "Write only the number, in GiB (2^30 bytes): 80."),
     ("--segment-broadcast-MB 32MB", "takes a number, got '32MB'", "Write only the number, in MB (2^20 bytes): 32."),
     ("--adaptive-recompute-device-size 1GB", "got '1GB'", "in MB (2^20 bytes): 1024."),
     ("--adaptive-recompute-device-size 64", "is in MB", "Write 65536 for 64 GiB"),
@@ -186,7 +193,8 @@ TOOLS = [
     ("plan typo.yaml", "Did you mean --config typo.yaml?"),
     ("rules show mp-head", "mp-head is not a row. Did you mean mp-heads", "or"),
     ("rules show", "show needs the name of a row"),
-    ("convert hf-to-megapar run out", "run contains no config.json"),
+    ("convert hf-to-megapar run out", "megapar convert: run contains no config.json"),
+    ("convert hf-to-megapar org/model out", "convert: org/model does not exist; `hf download` fetches"),
     ("convert megapar-to-hf run out --shard-mb 0", "'0' is not a whole number >= 1"),
     (f"{TRAIN} --vocab-size 300 --output corpus.jsonl", "--output corpus.jsonl already exists"),
     (f"{TRAIN} --vocab-size 9 --output corpus.jsonl --overwrite", "--output corpus.jsonl already exists"),
@@ -459,7 +467,7 @@ def test_stores_are_looked_at_by_their_form(flags: list[str], part: str, monkeyp
         parse("moe", ["--data-path", "mock", *flags], {}, starting=True)
         said = ""
     except ConfigError as refused:
-        said = str([str(one) for one in refused.complaints if one.rule == "store"])
+        said = str([str(one) for one in refused.complaints if one.rule in ("store", "package")])
     assert part in said
     assert bool(part) is bool(said)
     assert "secret" not in said

@@ -12,6 +12,7 @@ import pytest
 from megapar.arguments import parse
 from megapar.config.draft import Draft
 from megapar.config.read import read_file, read_line
+from megapar.files import uri
 from megapar.tools.main import main
 from megapar.tools.translate import NOTHING, OTHER_TRAINING, SAME_TRAINING, Translated, as_yaml, check, translate_line
 from megapar.tools.translation import open_values
@@ -368,3 +369,11 @@ def test_trainers_take_the_aliases() -> None:
     assert config.model.num_query_groups == 2
     assert config.data.data_path == ("mock",)
     assert config.value("moe_capacity_factor") == 1.5
+
+
+def test_a_missing_package_of_a_store_is_this_machine_s_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uri, "find_spec", lambda name: None)
+    translation = translate_line(take_apart(["pretrain_gpt.py", *PLAIN, "--mock-data", "--save", "s3://b/x"]))
+    assert translation.answer is not None
+    assert translation.starts
+    assert [one.rule for one in translation.answer.files] == ["package"]

@@ -78,7 +78,7 @@ def published(source: Place) -> tuple[PublishedArchitecture, ModelSizes]:
         kind, flags = flags_of(config)
         architecture = architecture_of(config)
     except Unsupported as error:
-        raise CheckpointError(f"{source}: {error}") from error
+        raise CheckpointError(f"{source}: {error}".replace(f"{source}: {source} ", f"{source} ")) from error
     length = str(min(256, flags["max_position_embeddings"]))
     sizes = parse(kind, ["--load-hf", str(source), "--seq-length", length], {}).model
     sizes = replace(sizes, **architecture.fixed_sizes)
