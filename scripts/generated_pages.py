@@ -42,8 +42,9 @@ from other flags if it is not given.
 
 With several `--config`, later files override earlier ones; `--validate-only` shows which file each value is from.
 `null` (also `None`) leaves a setting unset, if that is its default. It drops a key of an earlier file, as
-`--tokenizer-model null` does on the command line; give other settings their default instead. What a file sets and a flag of
-the command line leaves without an effect, as `--num-experts 0` does with the sizes of experts, is left out, with a warning.
+`--tokenizer-model null` does on the command line; give other settings their default instead. What a file sets and a
+flag of the command line leaves without an effect, as `--num-experts 0` does with the sizes of experts, is left out,
+with a warning.
 
 Keys may be in blocks with the names below (`model: {num_layers: 4}`), and in those of PaddlePaddle's strategies
 (`hybrid_configs`, `sharding_configs`, `pipeline_configs`, `gradient_merge_configs` and others), whose dictionaries are
