@@ -225,7 +225,8 @@ class SelfAttention(nn.Module, ABC):
 
     def halos(self, context: Context) -> tuple[Halo, ...]:
         """Return what cp ranks exchange for this layer's window; empty if it hides nothing, or keys of all come."""
-        return context.halos if self.mask_of(context) is not context.mask else ()
+        own = self.mask_of(context)
+        return self.cp.halos(own.host) if own is not context.mask else ()
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: Context, rows: Rows) -> Tensor:
         """Run the core on this rank's heads or blocks, to [B, S, N, V]. Shapes as in ``core``."""

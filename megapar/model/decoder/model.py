@@ -408,15 +408,14 @@ class Decoder(nn.Module):
         ranks, ends = self.cp.axis.size, None if places is None else places.tolist()
         mask = AttentionMask.of(samples, length * ranks, causal=True, ends=ends)
         plan, plans = (None, self.cp.slice_plans(mask)) if self.slicing.active else (self.cp.plan(mask), None)
-        halos = self.cp.halos(mask.within(self.sizes.window_size))
         # Tiles need no tensors. Padding is after the text, which does not attend to it.
-        shared = plan is not None or plans is not None
-        device_mask = DeviceMask(mask) if shared and not halos else DeviceMask.of(mask, batch["tokens"].device, places)
+        tiled = (plan or plans) is not None and all(mask.within(window) is mask for window in self.sizes.windows)
+        device_mask = DeviceMask(mask) if tiled else DeviceMask.of(mask, batch["tokens"].device, places)
         text = valid
         if valid is not None and self.cp.deals_heads:
             text = self._text(batch, length * ranks)
         if not self.slicing.active:
-            return Context(device_mask, own_valid, valid_tokens, angles, plan=plan, halos=halos, text=text)
+            return Context(device_mask, own_valid, valid_tokens, angles, plan=plan, text=text)
         parts = self.mp.size if self.sequence_parallel else 1
         slices = self.slicing.cut(length, parts)
         return Context(
@@ -429,7 +428,6 @@ class Decoder(nn.Module):
             own_slices=tuple(slice(s.start // parts, s.stop // parts) for s in slices),
             whole_slices=tuple(slice(s.start * ranks, s.stop * ranks) for s in slices),
             slice_plans=plans,
-            halos=halos,
             text=text,
         )
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from megapar.core.context_parallel.blockwise import TilePlan
-from megapar.core.context_parallel.halo import Halo
 from megapar.core.context_parallel.slices import SlicePlan
 from megapar.core.device.attention.mask import DeviceMask
 from megapar.core.random import Streams
@@ -35,8 +34,6 @@ class Context:
         slices: Slices of the sequence on this cp rank if layers run slice by slice; otherwise empty.
         own_slices: Slices of this rank's activations.
         slice_plans: One plan per slice, in place of ``plan``, if there are slices.
-        halos: The keys that cp ranks exchange in layers with a window, at once or slice by slice; empty without windows
-            or if attention sees whole sequences or slices.
         text: [B, S] bool, False at padding, at the positions of attention's queries: those of this cp rank, or all
             where ranks have heads (Ulysses); None without padding, or if nothing reads it.
         replay: The recomputed unit that contains the layer; None if the layer is not recomputed.
@@ -55,7 +52,6 @@ class Context:
     own_slices: tuple[slice, ...] = ()
     whole_slices: tuple[slice, ...] = ()
     slice_plans: tuple[SlicePlan, ...] | None = None
-    halos: tuple[Halo, ...] = ()
     text: Tensor | None = None
     replay: Replay | None = None
     closes_unit: bool = False
