@@ -61,7 +61,9 @@ class RuleFindings:
     by: Mapping[str, str]
 
 
-def check(values: Mapping[str, Any], strict: bool = False, rules: Iterable[Rule] = RULES) -> RuleFindings:
+def check(
+    values: Mapping[str, Any], strict: bool = False, rules: Iterable[Rule] = (*RULES, *model.UNREACHED)
+) -> RuleFindings:
     """Evaluate all rows on flat values by name; ``schema.rule.Facts`` lists the values that are not flags.
 
     A row that reads a missing value is skipped. ``strict`` enables the lifted rows again.

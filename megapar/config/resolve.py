@@ -141,7 +141,7 @@ DERIVATIONS: tuple[Derivation, ...] = (
     Derivation(
         "mtp_block",
         ("num_experts", "moe_router_score_function"),
-        lambda experts, score: LAYER_BLOCK if experts and score == "sigmoid" else DENSE_BLOCK,
+        lambda experts, score: LAYER_BLOCK if experts and score != "softmax" else DENSE_BLOCK,
     ),
     Derivation(
         "norm_topk_prob",

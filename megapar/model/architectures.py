@@ -44,10 +44,7 @@ def not_exportable(sizes: ModelSizes, architecture: PublishedArchitecture | None
     other = "No supported class can represent it"
     if architecture.name != default.name and not _exceeded(default, settings):
         other = f"{default.name} can, and is written if no published folder is stored next to the checkpoint"
-    return (
-        f"{architecture.name} cannot represent this model: {'; '.join(reasons)}. {other}; the checkpoint keeps every "
-        "weight"
-    )
+    return f"{architecture.name} cannot represent this model: {'; '.join(reasons)}. {other}"
 
 
 def _exceeded(architecture: PublishedArchitecture, settings: Settings) -> list[str]:

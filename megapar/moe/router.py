@@ -43,7 +43,7 @@ class Routing(NamedTuple):
 
 
 class Router(nn.Module):
-    """Router in max(fp32, dtype): x [T, H] -> logits [T, E] -> scores (softmax or sigmoid) -> top k.
+    """Router in max(fp32, dtype): x [T, H] -> logits [T, E] -> scores -> top k.
 
     Attributes:
         weight: [E, H], whole on every rank, in max(fp32, dtype) whatever the compute dtype.

@@ -42,6 +42,8 @@ def _rule(limit: Limit) -> Rule:
 
 
 EXPORTS = tuple(_rule(limit) for limit in LIMITS if limit.failing)
+UNREACHED = tuple(_rule(limit) for limit in LIMITS if not limit.failing)
+"""Rows that other ones leave nothing to refuse, and that have no example therefore; a new choice may change that."""
 
 
 def export_class(values: Mapping[str, Any], published: str | None) -> str | None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
+from collections.abc import Collection
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -14,19 +17,24 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from megapar.arguments import parse
+from megapar.arguments import FLAGS, parse, resolved_values
 from megapar.checkpoints.export.export import UNDROPPED
 from megapar.checkpoints.export.from_hf import hf_to_megapar
 from megapar.checkpoints.export.to_hf import megapar_to_hf
+from megapar.compatibility import RULES, check
 from megapar.data.tokenizers.load import load_tokenizer
 from megapar.data.tokenizers.sentencepiece_tokenizer import train as train_tokenizer
 from megapar.data.tokenizers.tokenizer import NoTokenizer, token_ids
 from megapar.errors import CheckpointError, ConfigError
-from megapar.rules.model import EXPORTS, LIMITS
+from megapar.model.architectures import ARCHITECTURES
+from megapar.model.decoder.published import OWN, PUBLISHED
+from megapar.rules.model import EXPORTS, LIMITS, UNREACHED
 from megapar.tools.main import main
 from megapar.trainer import Outcome, train
 from megapar.training.reports.terminal import PlainTerminal
 from tests.checkpoints.export.test_convert import MODELS, SIZES
+from tests.flags.table import other
+from tests.model.test_architectures import settings_of
 
 SMALL = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --num-query-groups 2 --ffn-hidden-size 48 --vocab-size 67 "
@@ -144,12 +152,47 @@ def test_evaluations_and_exports_say_how_far_they_are(tmp_path: Path) -> None:
     assert heard == [("converting", done, made.tensors, "tensors") for done in range(made.tensors)]
 
 
-def test_every_limit_is_a_row_or_cannot_be_asked_for() -> None:
-    unreached = {"hf-dense", "hf-experts", "hf-sinks", "hf-qk-norm-always", "hf-qkv-bias-always"}
-    unreached |= {"hf-qk-norm-width", "hf-norm-placement-output", "hf-shared-gate-always"}
-    unreached |= {"hf-latent-attention", "hf-latent-attention-always", "hf-sigmoid-scores", "hf-softmax-scores"}
-    unreached |= {"hf-sentence-order", "hf-no-sentence-order"}
-    assert {limit.id for limit in LIMITS} - {rule.id for rule in EXPORTS} == unreached
+def beyond(ids: Collection[str]) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    """(class, limit) -> flags with which a model is saved as this class and is beyond this limit, the fewest ones.
+
+    Each flag that decides on the class has each of its choices, or two values.
+    """
+    base, own = resolved_values("moe", ["--save-hf", "out"], {}), PUBLISHED.own
+    names = dict.fromkeys(["qk_norm_scope", *(limit.reads[0] for form in OWN for limit in form.specific)])
+    values = {name: FLAGS[name].choices or (base[name], other(FLAGS[name], "moe")) for name in names}
+    values["num_experts"] = (base["num_experts"], 0)
+    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for combination in itertools.product(*values.values()):
+        flags = {name: value for name, value in zip(names, combination, strict=True) if value != base[name]}
+        architecture = ARCHITECTURES[str(own({**base, **flags}))]
+        for limit in architecture.limits:
+            if limit.id in ids and not limit.within(SimpleNamespace(**{**base, **flags})):
+                found.setdefault((architecture.name, limit.id), []).append(flags)
+    return {
+        place: [one for one in several if not any(less.items() < one.items() for less in several)]
+        for place, several in found.items()
+    }
+
+
+def test_every_limit_has_an_example_or_no_model_is_beyond_it_alone() -> None:
+    """Whatever is beyond a limit without an example, other rows refuse too: also a model that else fits the class."""
+    without = {rule.id for rule in UNREACHED}
+    assert without | {rule.id for rule in EXPORTS} == {limit.id for limit in LIMITS}
+    assert not without & {rule.id for rule in RULES}
+    default = resolved_values("moe", [], {})
+    for (name, limit), several in beyond(without).items():
+        fitting = {flag: value for flag, value in settings_of(name).items() if flag in FLAGS and value != default[flag]}
+        for flags in several:
+            with pytest.raises(ConfigError) as refused:
+                parse("moe", {**fitting, **flags, "save_hf": "out"}, {})
+            assert {one.rule for one in refused.value.complaints} - without, f"{limit} needs an example, as {flags}"
+
+
+@pytest.mark.parametrize("latent", [(), ("--multi-latent-attention",)])
+def test_a_score_that_no_class_has_is_refused_before_the_start(latent: tuple[str, ...]) -> None:
+    values = resolved_values("moe", ["--save-hf", "out", *latent], {})
+    refused = {complaint.rule for complaint in check({**values, "moe_router_score_function": "another"}).refused}
+    assert refused & {"hf-softmax-scores", "hf-moe-routing"}
 
 
 def test_without_its_prediction_block_a_model_with_norms_goes_out(tmp_path: Path) -> None:

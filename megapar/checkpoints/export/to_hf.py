@@ -173,7 +173,7 @@ def _architecture(facts: Mapping[str, Any], saved: Saved) -> PublishedArchitectu
         elif architecture.trained_as:
             architecture = ARCHITECTURES[architecture.trained_as]
     if (reason := not_exportable(saved.sizes, architecture)) is not None:
-        raise CheckpointError(reason)
+        raise CheckpointError(f"{reason}; the checkpoint keeps every weight")
     assert architecture is not None, "a model that can be exported has a class"
     return architecture
 

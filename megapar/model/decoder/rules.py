@@ -526,7 +526,7 @@ RULES: tuple[Rule, ...] = (
         reads=("moe_router_pre_softmax", "moe_router_score_function", "norm_topk_prob"),
         when=lambda f: f.moe_router_pre_softmax,
         requires=lambda f: f.moe_router_score_function == "softmax" and f.norm_topk_prob == "off",
-        message="--moe-router-pre-softmax keeps the probabilities of a softmax as they are, which is not what sigmoid "
+        message="--moe-router-pre-softmax keeps the probabilities of a softmax as they are, which is not what other "
         "scores or --norm-topk-prob do; probabilities that are divided by their sum are the softmax after the choice",
         fix="Leave out --moe-router-pre-softmax; --no-norm-topk-prob keeps the scores of any function as they are.",
         source="Megatron-LM",
