@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -57,11 +59,28 @@ def test_configs_of_a_published_model_train_that_model(
     (tmp_path / "its.yaml").write_text(said := capsys.readouterr().out, encoding="utf-8")
     assert "# Not in it: router_aux_loss_coef is 0.5, of another formula (docs/models.md).\n" in said
     kind, flags = flags_of(config)
+    written = {line.partition(":")[0] for line in said.splitlines() if not line.startswith("#")}
+    sizes_of_all = {"num_layers", "hidden_size", "num_attention_heads", "vocab_size"}
+    assert written >= sizes_of_all | ({"num_experts", "moe_router_topk"} & set(flags))
     parsed = parse(kind, ["--config", str(tmp_path / "its.yaml"), "--data-path", "mock", "--seq-length", "8"])
     sizes = parsed.model
     assert parsed.values()["init_std"] == 0.013
     settings = spec_of(sizes).published.settings(sizes)
     assert {flag: settings[flag] for flag in flags} == flags
+
+
+def test_an_editable_installation_is_not_hidden_by_a_folder_of_its_name(tmp_path: Path) -> None:
+    """As in a script beside a clone: a path comes before such a folder, a finder of setuptools after it."""
+    source = tmp_path / "megapar"
+    (source / "megapar").mkdir(parents=True)
+    (source / "megapar" / "__init__.py").write_text("__version__ = '1'\n", encoding="utf-8")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    build = "import sys; from setuptools.build_meta import build_editable as build; print(build(sys.argv[1]))"
+    subprocess.run([sys.executable, "-c", build, str(tmp_path)], cwd=source, check=True, capture_output=True)
+    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
+        outside = [name for name in wheel.namelist() if ".dist-info/" not in name]
+        assert [wheel.read(name).decode().strip() for name in outside] == [str(source)]
 
 
 @pytest.mark.parametrize(
