@@ -69,9 +69,8 @@ def parse(
             folder of --load-hf must exist, because a plan of the default sizes would be one of another model.
     """
     if kind not in KINDS:
-        raise ValueError(
-            f"{kind!r} is not a trainer. Trainers are {either(KINDS)}; a dense decoder is moe with num_experts 0"
-        )
+        fix = f"Trainers are {either(KINDS)}; a dense decoder is moe with num_experts 0."
+        raise ConfigError([Complaint("trainer", f"{kind!r} is not a trainer.", fix)])
     if isinstance(argv, str):
         raise TypeError("parse takes words or a mapping, not a text: split() it, or pass {'lr': 1e-3}")
     environ = os.environ if environ is None else environ

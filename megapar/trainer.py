@@ -404,6 +404,8 @@ class Trainer:
                     callback.after_step(self.progress.iteration)
                 self._after_step()
             self._flush()
+            if self.terminal is not None:
+                self.terminal.print_last()
             exported = self._finish()
         except BaseException as error:
             if failure.is_own(error):

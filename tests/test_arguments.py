@@ -250,7 +250,7 @@ def test_fine_tuning_without_a_chat_template_is_refused_before_a_start(tmp_path:
 def test_a_text_or_another_trainer_is_named_as_such() -> None:
     with pytest.raises(TypeError, match="parse takes words or a mapping, not a text"):
         parse("moe", "--lr 1e-3")
-    with pytest.raises(ValueError, match=r"'gpt' is not a trainer\. Trainers are"):
+    with pytest.raises(ConfigError, match=r"'gpt' is not a trainer\. Trainers are"):
         parse("gpt", {})
 
 
@@ -660,7 +660,7 @@ def test_what_is_wrong_in_a_mapping_is_named() -> None:
     with pytest.raises(ConfigError) as caught:
         parse("moe", {"num_layer": 2, "lr": "fast", "sequence_parallel": 3}, {})
     assert [str(complaint) for complaint in caught.value.complaints] == [
-        "[unknown-flag] setting num_layer is unknown. Did you mean --num-layers?",
+        "[unknown-flag] setting num_layer is unknown. Did you mean num_layers?",
         "[value] --lr takes a number, got 'fast'.",
         "[value] --sequence-parallel takes true or false, got 3.",
     ]

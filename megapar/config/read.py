@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -131,7 +132,11 @@ def spellings() -> Mapping[str, Spelling]:
 def complain_unknown(draft: Draft, shown: str, where: str, name: str = "") -> None:
     """Complain about an unknown name, as it is ``shown``, and suggest similar ones to ``name`` or to itself."""
     known = (key for key, spelling in spellings().items() if draft.kind in spelling.flag.models)
-    draft.complain("unknown-flag", f"{where} {shown} is unknown.", near_flag(normal(name or shown).lstrip("-"), known))
+    hint = near_flag(normal(name or shown).lstrip("-"), known)
+    if where == "setting" and hint.startswith("Did you mean "):  # names as Python has them
+        asked, mark, more = hint.partition("?")
+        hint = re.sub("--[a-z0-9-]+", lambda flag: flag[0][2:].replace("-", "_"), asked) + mark + more
+    draft.complain("unknown-flag", f"{where} {shown} is unknown.", hint)
 
 
 def assign(draft: Draft, spelling: Spelling, raw: Any, origin: str) -> None:

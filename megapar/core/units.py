@@ -10,8 +10,11 @@ GIBIBYTE = 2**30
 
 
 def billions(count: int) -> str:
-    """Format a number of parameters for people: in billions from 0.1 B on, else in millions."""
-    return f"{count / 1e9:.4g} B" if count >= 1e8 else f"{count / 1e6:.4g} M"
+    """Format a number of parameters or tokens for people: in billions from 0.1 B to 10,000 B, a small one in digits."""
+    for least, unit, letter in ((1e13, 1e12, "T"), (1e8, 1e9, "B"), (1e5, 1e6, "M")):
+        if count >= least:
+            return f"{count / unit:.4g} {letter}"
+    return f"{count:,}"
 
 
 def clock_text(seconds: float) -> str:

@@ -67,8 +67,9 @@ def _print_published(path: str) -> int:
 
 
 def published_yaml(config: Json, source: str) -> str:
-    """Return the YAML file of a config.json's model: the flags that are not at their defaults, each with its key.
+    """Return the YAML file of a config.json's model: its sizes, and other flags that are not at their defaults.
 
+    Sizes are the whole numbers of the config.json. Each line names its key.
     Raises Unsupported for a model that megapar does not train.
     """
     architecture = architecture_of(config)
@@ -83,7 +84,8 @@ def published_yaml(config: Json, source: str) -> str:
     lines = [
         (f"{name}: {_yaml(flags[name])}", keys.get(name, architecture.name))
         for name, flag in FLAGS.items()
-        if flags.get(name) is not None and flags[name] != flag.defaults[kind]
+        if flags.get(name) is not None
+        and (flags[name] != flag.defaults[kind] or type(config.get(keys.get(name, ""))) is int)
     ]
     width = max(len(text) for text, _ in lines)
     notes = [f"# Not in it: {remark}." for remark in remarks(config)]

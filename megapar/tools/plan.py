@@ -79,7 +79,8 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add("--world-size", type=count, help="number of ranks (default: the file's, else 1)")
     add("--device-kind", default=None, help=f"a row of the device table (default: the file's, else {DEFAULT_KIND})")
-    add("--assume", action="append", default=[], metavar="TECHNIQUE", help="a technique that only the plan supports")
+    help_text = "techniques that only the plan supports (docs/plan.md); may be repeated"
+    add("--assume", action="extend", nargs="+", type=str.split, default=[], metavar="TECHNIQUE", help=help_text)
     add(
         "--software",
         choices=("megapar", "megatron"),
@@ -156,7 +157,8 @@ def _run(args: argparse.Namespace, flags: list[str]) -> int:
 
     named = args.device_kind or header.device_kind
     device = device_kind(named or DEFAULT_KIND)
-    assumption = replace(assumed(args.assume or header.assume), software=args.software)
+    words = [word for several in args.assume for word in several]
+    assumption = replace(assumed(words or header.assume), software=args.software)
     if args.search:
         assumption = replace(assumption, expert_imbalance=imbalance_of_any(args.expert_imbalance))
         return _search(kind, line, world, device, assumption, named, args)

@@ -40,7 +40,7 @@ COMPILE_SECONDS = 400.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a case ended. rules: the rows that refused it. text: what is wrong with it."""
+    """How a case ended. rules: the rows that refused it. text: what is wrong with it, or what they say."""
 
     kind: str
     rules: tuple[str, ...] = ()
@@ -170,7 +170,7 @@ def _parsed(case: Case) -> Config | Outcome:
         rules = tuple(complaint.rule for complaint in error.complaints)
         if not case.wild:
             return Outcome(FAILED, rules, f"legal by the fuzzer's table, but refused:\n{error}")
-        return Outcome(REFUSED, rules)
+        return Outcome(REFUSED, rules, str(error))
     except Exception:
         return Outcome(FAILED, text=f"the parser failed:\n{traceback.format_exc()}")
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 from pathlib import Path
 
 import pytest
 
 from megapar.arguments import parse
+from megapar.core.units import billions
 from megapar.planning.devices import device_kind
 from megapar.planning.plan import Plan
 from megapar.planning.text import describe, layer_timeline
@@ -50,6 +53,25 @@ def test_costs_of_chunks_move_the_bubble(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_what_a_line_asks_of_its_files_is_left_out() -> None:
     assert main(["plan", "pretrain_moe.py", *FOUR[:2], "--validate-only"]) == 0
+
+
+@pytest.mark.parametrize("words", ["fp8-mlp dualpipe", "'fp8-mlp dualpipe'", "fp8-mlp --assume dualpipe"])
+def test_techniques_are_written_as_a_file_s_or_one_after_another(
+    words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = shlex.split(
+        f"--json --device-kind h100-80g --assume {words} --gradient-merge-acc-step 4 --pp-degree 4 --world-size 4"
+    )
+    assert main(["plan", *line]) in (0, 3)
+    assert json.loads(capsys.readouterr().out)["assumed"] == ["fp8-mlp", "dualpipe"]
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(2048, "2,048"), (1.5e6, "1.5 M"), (671.026e9, "671 B"), (1.026e12, "1026 B"), (1.48e13, "14.8 T")],
+)
+def test_counts_are_short(count: float, text: str) -> None:
+    assert billions(int(count)) == text
 
 
 def test_one_stage_has_nothing_to_draw(capsys: pytest.CaptureFixture[str]) -> None:

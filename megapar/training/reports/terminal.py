@@ -35,6 +35,7 @@ class PlainTerminal(Logger):
         self._stream = stream or sys.stdout
         self._clock = clock
         self._left = left
+        self._unsaid: Record | None = None
 
     def print_line(self, text: str) -> None:
         """Print a line without a time."""
@@ -47,7 +48,14 @@ class PlainTerminal(Logger):
 
     def log(self, record: Record) -> None:
         """Print a line every log interval, and after every evaluation."""
+        self._unsaid = record
         if record.iteration % self._interval == 0 or record.eval_loss is not None:
+            self.print_last()
+
+    def print_last(self) -> None:
+        """Print the line of the last step that was logged, if it has none yet."""
+        if (record := self._unsaid) is not None:
+            self._unsaid = None
             more = "" if self._left.seconds() is None else f" | left {self._left}"
             self.print_message(describe(record, self._train_iters, self._room() - len(more)) + more)
 
@@ -148,7 +156,7 @@ def _clipped(record: Record) -> list[str]:
     return [f"largest score {record.qk_clip_largest:.1f}, {record.qk_clipped_heads} heads clipped"]
 
 
-_LEAST = ("sent", "exposed", "peak", "unused", "lm", "MFU", "lr", "grad norm", "aux", "sop")
+_LEAST = ("sent", "exposed", "peak", "unused", "lm", "MFU", "lr", "grad norm", "aux", "mtp", "sop")
 """What a narrow line leaves out, in this order."""
 
 
@@ -161,6 +169,7 @@ def describe(record: Record, train_iters: int, width: int = sys.maxsize) -> str:
     parts = [f"iteration {record.iteration}/{train_iters}", f"loss {record.loss:.4f}"]
     parts += [f"lm {record.lm_loss:.4f}"] if record.lm_loss != record.loss else []
     parts += [f"sop {record.sop_loss:.4f}"] if record.sop_loss is not None else []
+    parts += [f"mtp {record.mtp_loss:.4f}"] if record.mtp_loss is not None else []
     parts += [f"aux {record.aux_loss:.3f}"] if record.aux_loss is not None else []
     parts += [f"dropped {record.dropped_tokens}"] if record.dropped_tokens else []
     parts += [

@@ -118,6 +118,20 @@ def test_slow_work_is_the_name_of_the_bar_or_a_line_with_the_time(monkeypatch: p
     assert names[-1] == bar._progress.tasks[0].fields["what"] == "training"
 
 
+@pytest.mark.parametrize(("steps", "said"), [(2, [2]), (10, [10]), (13, [10, 13])])
+def test_the_last_step_has_its_line(steps: int, said: list[int]) -> None:
+    out, clock = io.StringIO(), Clock()
+    terminal = PlainTerminal(steps, 10, TimeLeft(steps, {}, clock=clock), out, clock)
+    run(terminal, clock, range(1, steps + 1), 1.0)
+    terminal.print_last()
+    assert [int(one) for one in re.findall(r"iteration (\d+)/", out.getvalue())] == said
+
+
+def test_the_parts_of_a_loss_are_said() -> None:
+    line = describe(replace(record(3, 1.0), loss=2.3, lm_loss=2.0, mtp_loss=1.0, aux_loss=0.0, sop_loss=None), 8)
+    assert " | loss 2.3000 | lm 2.0000 | mtp 1.0000 | aux 0.000 | " in line
+
+
 @pytest.mark.parametrize(("tokens", "said"), [(0, True), (1, False)])
 def test_a_step_whose_tokens_are_all_masked_says_so(tokens: int, said: bool) -> None:
     assert ("every token is masked" in describe(replace(record(3, 1.0), predicted_tokens=tokens), 8)) is said
