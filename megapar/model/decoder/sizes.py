@@ -218,7 +218,7 @@ class DecoderSizes(ModelSizes):
         "block of multi-token prediction: dense, normalized by the model's final norm (ERNIE 4.5), or a layer like the "
         "last one with a separate final norm (DeepSeek-V3, GLM-4.5)",
         choices=MTP_BLOCKS,
-        derived="layer for experts whose scores are no softmax, otherwise dense",
+        derived="layer for experts whose scores are not a softmax, otherwise dense",
         value=DENSE_BLOCK,
         other="layer",
     )
