@@ -288,7 +288,7 @@ TOGETHER: Mapping[str, Shown] = {
     "override_data": Shown("error", {**RESUMED, "seed": 6}),
     # reliability
     "bad_step_limit": Shown("error", {"dtype": "fp32", "lr": 1e30, "train_iters": 8, "clip_grad": 0.0}),
-    "state_digest_steps": Shown("lines", world=2),
+    "state_digest_steps": Shown("lines", {"log_start": "full"}, world=2),
     "replica_check_interval": Shown("host", {"hybrid_dp": True, "sharding_degree": 1}, world=2),
     "recompute_check_interval": Shown("order"),
     # reports
