@@ -29,7 +29,7 @@ LAYOUTS = {
     "cp": (2, "--cp-degree 2"),
     "cp ulysses": (2, "--cp-degree 2 --context-parallel-algo ulysses_cp_algo"),
     "pp": (2, "--pp-degree 2"),
-    "pp interleaved": (2, "--pp-degree 2 --vpp-degree 2 --num-layers 4"),
+    "pp interleaved": (2, "--pp-degree 2 --pp-schedule interleaved --vpp-degree 2 --num-layers 4"),
     "pp zero bubble": (2, "--pp-degree 2 --pp-schedule zero_bubble"),
     "ep": (2, "--ep-degree 2"),
     "ep capacity": (2, "--ep-degree 2 --moe-capacity-factor 1.0"),

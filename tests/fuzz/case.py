@@ -153,6 +153,10 @@ class Case:
         continued = self.continued and self.continued.without(name)
         return replace(self, settings=left, wild=self.wild or ("left out",), continued=continued)
 
+    def on(self, world_size: int) -> Case:
+        """The case on so many ranks, which may be refused."""
+        return replace(self, world_size=world_size, wild=self.wild or ("ranks",), continued=None)
+
     def scaled_by(self, loss_scale: float) -> Case:
         """The case with this first loss scale of fp16."""
         return replace(self, settings=tuple((dict(self.settings) | {"initial_loss_scale": loss_scale}).items()))

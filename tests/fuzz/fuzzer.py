@@ -127,7 +127,7 @@ class PairFuzzer:
 
 
 def smaller(case: Case, text: str, check: Callable[[Case], Outcome], seconds: float) -> tuple[Case, str]:
-    """The case with every setting left out that it fails in the same way without, and what is wrong with it then.
+    """The case on as few ranks and with as few settings as it fails in the same way, and what is wrong with it then.
 
     Sizes stay, whose defaults are large, and so does the loss scale of fp16, whose default overflows.
     """
@@ -136,6 +136,7 @@ def smaller(case: Case, text: str, check: Callable[[Case], Outcome], seconds: fl
     shorter += [lambda case: replace(case, forced=())] if case.forced else []
     shorter += [lambda case: replace(case, bucket=False)] if case.bucket else []
     names = dict(case.settings) | dict(case.continued.settings if case.continued else ())
+    shorter += [partial(Case.on, world_size=ranks) for ranks in (4, 2, 1) if ranks < case.world_size]
     shorter += [partial(Case.without, name=name) for name in reversed(names) if name not in kept]
     for shortened in shorter:
         if time.monotonic() > deadline:
