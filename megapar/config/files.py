@@ -35,7 +35,7 @@ from megapar.files.paths import METRICS, is_url
 from megapar.files.regular_file import INDEX_BYTES, read_json
 from megapar.files.tensor_file import CONFIG_FILE, INDEX_FILE
 from megapar.files.tokenizer_files import FOLDER, TOKENIZER_FILES, foreign_tokenizer, stored_fingerprint
-from megapar.files.uri import MEMORY, is_stored, masked, with_both_slashes, wrong_uri
+from megapar.files.uri import MEMORY, is_stored, masked, missing_package, with_both_slashes, wrong_form
 from megapar.launch_environment import starts_before
 from megapar.schema.rule import either, spell
 
@@ -95,11 +95,10 @@ def check_stores(values: Mapping[str, Any]) -> Iterator[Complaint]:
             message = f"{flag.spelling} {masked(uri).replace('://', ':/', 1)} is a path on a disk, not in a bucket."
             yield Complaint("store", message, f"Write {masked(uri)}.")
         for uri in filter(is_url, places):
-            problem, fix = wrong_uri(uri)
+            wrong, lacking = wrong_form(uri), missing_package(uri)
+            rule, (problem, fix) = ("store", wrong) if wrong[0] else ("package", lacking)
             if problem:
-                yield Complaint(
-                    "package" if "needs" in problem else "store", f"{flag.spelling} {masked(uri)} {problem}.", fix
-                )
+                yield Complaint(rule, f"{flag.spelling} {masked(uri)} {problem}.", fix)
             elif uri.startswith(f"{MEMORY}://") and values.get("world_size", 1) > 1:
                 message = f"{flag.spelling} {uri} is the memory of one process, and the run has {values['world_size']}."
                 yield Complaint("store", message, "Choose a store that all ranks reach.")

@@ -41,6 +41,12 @@ def is_stored(text: str) -> bool:
 
 def wrong_uri(text: str) -> tuple[str, str]:
     """Return (what prevents the use of a URI, what to do), or ("", ""). Only its form and packages are looked at."""
+    problem, fix = wrong_form(text)
+    return (problem, fix) if problem else missing_package(text)
+
+
+def wrong_form(text: str) -> tuple[str, str]:
+    """Return (what is wrong with a URI on any machine, what to do), or ("", "")."""
     parts = split_uri(text)
     if parts is None or parts[0] not in SCHEMES:
         known = " or ".join(f"{scheme}://" for scheme in PACKAGES)
@@ -51,7 +57,12 @@ def wrong_uri(text: str) -> tuple[str, str]:
         return "contains a user or a password, which would be in logs and process lists", fix
     if any(part in ("", ".", "..") for part in rest.split("/")) or any(letter in rest for letter in "?#*"):
         return f"is not {scheme}://BUCKET/NAME", "Write the names of the bucket and of the folder in it."
-    module, extra = PACKAGES.get(scheme, ("fsspec", ""))
+    return "", ""
+
+
+def missing_package(text: str) -> tuple[str, str]:
+    """Return (what this machine lacks for a URI of good form, what to do), or ("", "")."""
+    module, extra = PACKAGES.get(text.partition("://")[0], ("fsspec", ""))
     if find_spec(module) is None:
         wanted = f'"megapar[{extra}]"' if extra else module
         return f"needs the package {module}, which is not installed", f"Install it with: pip install {wanted}"

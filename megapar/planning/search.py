@@ -50,10 +50,8 @@ FASTER = 1 - 1e-9  # of two times that differ by less, neither is faster
 LARGEST_TUNED = 8  # samples of a micro-batch, before the other knobs are varied
 ALIKE = 1.01  # times within this factor are the same: a plan is less exact
 NEAR = 1.15  # a layout is slower by at most this factor, so that another knob may make it faster than the best
-MEASURED, CLOSEST = (
-    20,
-    3,
-)  # if none fits: layouts of which all stages are computed, and how many of these are made smaller
+MEASURED = 20  # layouts of which all stages are computed, if none fits
+CLOSEST = 3  # of these, those that are made smaller
 TUNED, DESCENDED = 10, 3  # layouts that are tuned, and of these those whose other knobs are varied
 LEAST: Mapping[str, Any] = {"recompute_interval": 1}
 FORMS: tuple[Mapping[str, Any], ...] = ({}, {"recompute_granularity": "selective"}, LEAST)

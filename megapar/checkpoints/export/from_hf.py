@@ -75,10 +75,13 @@ def published(source: Place) -> tuple[PublishedArchitecture, ModelSizes]:
     """Return class and sizes of a Hugging Face folder. Raises CheckpointError, or ConfigError for impossible sizes."""
     try:
         config = read_config(source)
+    except Unsupported as error:
+        raise CheckpointError(str(error)) from error
+    try:
         kind, flags = flags_of(config)
         architecture = architecture_of(config)
     except Unsupported as error:
-        raise CheckpointError(f"{source}: {error}".replace(f"{source}: {source} ", f"{source} ")) from error
+        raise CheckpointError(f"{source}: {error}") from error
     length = str(min(256, flags["max_position_embeddings"]))
     sizes = parse(kind, ["--load-hf", str(source), "--seq-length", length], {}).model
     sizes = replace(sizes, **architecture.fixed_sizes)
