@@ -91,6 +91,10 @@ class Runs:
         self.folder, self.sources, self.count = folder, write_sources(folder), 0
 
     def line(self, phases: str, steps: int, *flags: str) -> list[str]:
+        """Return the flags of a run; without phases, of one on a blend of two files without names."""
+        if not phases:
+            blend = [word for weight, one in zip("21", self.sources, strict=False) for word in (weight, one[2:])]
+            return [*last_wins(MODEL, ("--train-iters", str(steps), *flags)), "--data-path", *blend]
         places = ("--train-iters", str(steps), "--data-phases", phases, *flags)
         return [*last_wins(MODEL, places), "--data-path", *(one for one in self.sources if f"{one[0]}=" in phases)]
 
@@ -212,6 +216,14 @@ def test_the_order_of_a_source_depends_on_its_name_and_on_nothing_else(runs: Run
     runs.sources = ["1", runs.sources[2], "2", runs.sources[1]]
     line = [*last_wins(MODEL, ("--train-iters", "1")), "--data-path", *runs.sources]
     assert parse("moe", line, {}).data.data_path == tuple(runs.sources)
+
+
+@pytest.mark.parametrize("phases", ["", "0: a=2,b=1; 40 samples: c=1"], ids=["blend", "phases"])
+def test_skipped_first_samples_move_no_other_saved_or_not(phases: str, runs: Runs) -> None:
+    whole = runs.run(phases, 6)[1]
+    for save in ((), ("--save", str(runs.folder / "saved"))):
+        skipped = runs.run(phases, 5, "--skip-samples", "0-3", *save)[1]
+        assert skipped == {step - 1: whole[step] for step in range(2, 7)}
 
 
 def test_a_source_ends_the_run_before_it_repeats(runs: Runs, told: list[str]) -> None:

@@ -58,7 +58,7 @@ class DataPhase:
 
 
 def planned_data(config: Config, skipped: Sequence[Range], *, may_read: bool = True) -> DataPlan:
-    """Return the plan of a configuration; phases of the same data are one. Raises DataError.
+    """Return the plan of a configuration, from sample 0 on; phases of the same data are one. Raises DataError.
 
     Args:
         skipped: Ranges of samples that the run leaves out.
@@ -68,7 +68,7 @@ def planned_data(config: Config, skipped: Sequence[Range], *, may_read: bool = T
     for span in config.phases.spans:
         data = whole.of_phase(span)
         if not plan or plan[-1][1] != data:
-            plan.append((sample_at(span.first_sample, skipped), data))
+            plan.append((sample_at(span.first_sample, skipped) if plan else 0, data))
     return plan
 
 
