@@ -7,9 +7,9 @@
         combine    the rows of each token summed; all-to-all within the node; summed; all-to-all between nodes
     y [T, H] = the sum of each token's rows, in the order of nodes
 
-Sums are taken in max(fp32, dtype) and sent in the compute dtype. The backward moves gradients by the same hops: of the
-combine the first way, of the dispatch the way back, where the gradients of the gate weights return in the fields. The
-two hops are one exchange (``core.comm.two_hops``), so slices and pieces hide them as they do one all-to-all.
+Sums are taken in max(fp32, dtype) and sent in the compute dtype. The backward uses the same hops: the combine's
+gradients go the way of the dispatch, and the dispatch's the way of the combine, with the gate weights' in the fields.
+The two hops are one exchange (``core.comm.two_hops``), so slices and pieces hide them as they do one all-to-all.
 
 Splits are always uneven, both hops' from one all-gather of counts over ep and one host wait:
 
@@ -139,7 +139,7 @@ class NodeShape:
         return experts_Tk % self.local * self.pieces + piece_Tk
 
     def split(self, numbers: Tensor, rank: int, sharer: int) -> list[NodeSplits]:
-        """Return the splits of each message on one rank of ep and the S, from the tables of all ranks [G, S, W]."""
+        """Return the splits of each message on rank ``rank`` of ep and ``sharer`` of S, from all tables [G, S, W]."""
         nodes, ranks, _ = self.widths
         node, place = divmod(rank, self.ranks)
         sent = numbers[:, sharer]
@@ -169,7 +169,7 @@ class NodePlan(DispatchPlan):
     """The plan of one message by node.
 
     Attributes:
-        row_experts: [R_out, k] int16, the experts of each row sent.
+        row_experts: [R, k] int16, the experts of the fields of each row sent; EMPTY where a field has none.
         choices: [T, k] int64, each token's choices, sorted by expert, as ``send_order`` has them.
         route: How rows are relayed, and their order here.
     """

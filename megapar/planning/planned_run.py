@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache, partial
-from math import prod
+from math import lcm, prod
 from typing import Any, TypeVar
 
 from megapar.arguments import Config
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 @dataclass
 class Shared:
-    """Parts by what they are made from."""
+    """A cache of intermediate results, keyed by what they are computed from."""
 
     parts: dict[Hashable, Any] = field(default_factory=dict)
 
@@ -57,7 +57,7 @@ class Shared:
         return part
 
 
-MOST_COUNTED = 1024  # micro-batches; the sequence of tasks repeats long before
+MOST_COUNTED = 1024  # micro-batches; for usual weights the sequence of tasks repeats long before
 
 
 # A search plans hundreds of layouts of one model.
@@ -71,7 +71,7 @@ def _marked(sizes: ModelSizes) -> tuple[ParameterSpec, ...]:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A configuration on a kind of device; ``shared`` is what other runs of a search have too."""
+    """A configuration on a kind of device; ``shared`` is the cache of all runs of a search."""
 
     config: Config
     kind: DeviceKind
@@ -195,7 +195,7 @@ class PlannedRun:
 
     @property
     def parameter_counts(self) -> ParameterCounts:
-        """Number of parameters of the model, without blocks that only training runs."""
+        """Parameter counts of the model, without blocks that only training runs."""
         return parameter_counts(self.sizes, _table(self.sizes.without_training_blocks()))
 
     @property
@@ -315,8 +315,7 @@ class PlannedRun:
         return self.sizes, self.stages, self.costs.tied, self.with_matrices
 
     def _make_by_stage(self) -> dict[int, list[ParameterSpec]]:
-        stage_of = {row.unit: 0 for row in self.table}
-        stage_of = {unit: self.stages.rank_of_unit(unit) for unit in stage_of}
+        stage_of = {unit: self.stages.rank_of_unit(unit) for unit in dict.fromkeys(row.unit for row in self.table)}
         by_stage: dict[int, list[ParameterSpec]] = {}
         for row in self.table:
             by_stage.setdefault(stage_of[row.unit], []).append(row)
@@ -356,7 +355,7 @@ class PlannedRun:
         grid = self.config.grid
         if grid.expert_shards != grid.shards or grid.ep * grid.emp == 1:
             return grid.expert_shards != grid.shards
-        groups = (grid.shard_group, grid.replica_group)  # which lists all ranks: the numbers above are fast
+        groups = (grid.shard_group, grid.replica_group)  # slower: these list all ranks
         return any(group(0, expert=True) != group(0, expert=False) for group in groups)
 
     def replicas(self, row: ParameterSpec) -> int:
@@ -378,14 +377,14 @@ def input_of(costs: ModelCost, chunk: Chunk) -> float:
 
 
 def task_counts(config: Config) -> Sequence[Mapping[str, float]]:
-    """Return the samples of each task in consecutive micro-batches, until they repeat."""
+    """Return the samples of each task in consecutive micro-batches, until they repeat, MOST_COUNTED at most."""
     # Imported here, because plans of models without tasks do not need the packages that read data.
     from megapar.data.sampling.mixture import Shares
 
     weights = tasks_of(config.data.ernie_tasks)
     shares, size = Shares(list(weights.values())), config.training.micro_batch_size
     whole = sum(weights.values())
-    period = min(MOST_COUNTED, int(whole * max(weight.denominator for weight in weights.values())) * 2)
+    period = min(MOST_COUNTED, int(whole * lcm(*(weight.denominator for weight in weights.values()))))
     batches = []
     for number in range(period):
         starts = number * size, (number + 1) * size

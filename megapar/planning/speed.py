@@ -73,7 +73,7 @@ def predict(run: PlannedRun, calibration: Calibration | None = None) -> Speed:
     fill = (both - slowest.both) / run.config.pipeline.vpp_degree * _fill(run)
     messages = hops(run) * clock.hop()
     pipeline = m * slowest.both + fill + messages
-    reduction, optimizer = max(clock.step_end(stage, times[stage]) for stage in _ends(grid.pp))
+    reduction, optimizer = max((clock.step_end(stage, times[stage]) for stage in _ends(grid.pp)), key=sum)
     matrices = max((clock.matrices(stage) for stage in _ends(grid.pp)), key=lambda time: time.computed + time.exposed)
     jitter = 1 + calibration.jitter * (grid.world_size.bit_length() - 1)
     seconds = (pipeline + reduction + optimizer + matrices.computed + matrices.exposed) * jitter
@@ -120,8 +120,8 @@ def _ends(pp: int) -> list[int]:
 def _fill(run: PlannedRun) -> float:
     """Return the fill and drain time, relative to that of a plain pipeline."""
     if run.assumed.both_directions:
-        return 0.3
-    return {ZERO_BUBBLE: 1 / 3, GPIPE: 1.0}.get(run.schedule, 1.0)
+        return 0.3  # DualPipe
+    return 1 / 3 if run.schedule == ZERO_BUBBLE else 1.0
 
 
 def hops(run: PlannedRun) -> int:
@@ -129,8 +129,8 @@ def hops(run: PlannedRun) -> int:
 
     The formulas equal the delay of simulated schedules (``simulate``) in messages, with the runner's queues, for
     messages that are short relative to a forward. In 1F1B the last stages wait for each other, so some messages of
-    each micro-batch are exposed; in the other schedules only those of filling and draining. A limited lookahead is
-    bounded.
+    each micro-batch are exposed; in the other schedules only those of filling and draining. With a limited lookahead
+    the result is an upper bound.
     """
     p, v, m = run.config.grid.pp, run.config.pipeline.vpp_degree, run.micro_batches
     if p == 1:
@@ -199,8 +199,8 @@ class Clock:
                 reduce = reduce.plus(_span(flight, order.number * often))
         reduces, gathers = sharding.overlap_grad_reduce != "off", sharding.overlap_param_gather != "off"
         back = gather.plus(gather, order.again - 1) if full else Span()
-        ahead, runs = gather.plus(back, -1), m if full else 1
-        shown = _left(ahead, time.forward, runs * gathers, order.waits(ahead.seconds / runs, time.forward.seconds))
+        there, runs = gather.plus(back, -1), m if full else 1
+        shown = _left(there, time.forward, runs * gathers, order.waits(there.seconds / runs, time.forward.seconds))
         late = order.waits(back.seconds / m, time.backward.seconds, back=True)
         end = order.waits(reduce.seconds / often, time.backward.seconds, ahead=order.number)
         if full and gathers and reduces:  # both share the backward

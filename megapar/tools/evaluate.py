@@ -3,9 +3,9 @@
 megapar evaluate CHECKPOINT [--data-path PATH ... | --eval-data-path PATH ...] [--eval-tasks FILE ...] [FLAGS]
 megapar evaluate CHECKPOINT --lm-eval TASKS
 
-The flags that describe the model and its samples are those that the checkpoint records. The layout is a new one: a
-single process, or the ranks of ``megapar launch ... evaluate``. As a module it is the program of a rank, with the line
-of the trainer: python .../run_module.py megapar.tools.evaluate KIND FLAGS...
+The flags of the model and its samples come from the checkpoint. The layout does not: it is a single process, or the
+ranks of ``megapar launch ... evaluate``. Run as a module, this file is the program of one rank and takes the trainer's
+command line: python .../run_module.py megapar.tools.evaluate KIND FLAGS...
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import os
 import sys
 from argparse import ArgumentParser, Namespace
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
@@ -45,6 +45,7 @@ from megapar.files.tokenizer_files import FACTS, FOLDER
 from megapar.files.uri import refuse_wrong
 from megapar.model.spec import STORED
 from megapar.planning.variation import command_line
+from megapar.schema.flag import normal
 from megapar.schema.rule import either
 from megapar.tools.harness import run_harness
 from megapar.tools.parser import Parser, failed
@@ -125,16 +126,17 @@ def trainer_line(argv: Sequence[str]) -> tuple[str, ...]:
     if found is None or spec is None:
         below = folders_below(options.checkpoint)
         fix = f"Did you mean {either(below[:3])}?" if below else "Pass the folder of --save or a checkpoint in it; "
-        fix += "" if below else "convert a Hugging Face folder by megapar convert hf-to-megapar first"
+        fix += "" if below else "convert a Hugging Face folder with megapar convert hf-to-megapar first"
         raise CheckpointError(f"{options.checkpoint} contains no readable checkpoint. {fix}")
     scalars = stored_scalars(found[0])
     identity = Identity.from_json(scalars.get(RECORD))
     load = ["--load", str(root), *([] if iteration is None else ["--ckpt-step", str(iteration)])]
     recorded = [] if identity is None else _recorded(spec.kind, identity, _seq_length(identity, scalars))
-    data, tokenizer = _data(identity, options, rest), [] if identity is None else _tokenizer(identity, options)
+    named = {normal(word.partition("=")[0]) for word in rest}
+    data, tokenizer = _data(identity, options, named), _tokenizer(identity, options)
     if data == _NO_DATA and not tokenizer and (root / FOLDER / FACTS).is_file():
         tokenizer = ["--tokenizer-model", str(root / FOLDER)]
-    if identity is not None and identity.flags.get("task") != SFT and "--document-per" not in rest:
+    if identity is not None and identity.flags.get("task") != SFT and "--document-per" not in named:
         text = may_be_text((*(options.data_path or ()), *(options.eval_data_path or ())))
         data += ["--document-per", identity.document_per] if text else []
     return (spec.kind, *recorded, *load, *data, *tokenizer, *NO_TRAINING, *rest)
@@ -147,14 +149,14 @@ def _place(place: str) -> tuple[Location, int | None]:
     name = parse_checkpoint_name(path.name)
     if name is None or not (path / LAYOUT_FILE).is_file():
         return path, None
-    if newest_name(path.parent, name[0]) != path.name:
-        newest = path.parent / newest_name(path.parent, name[0])
-        raise CheckpointError(f"{path} was saved again, as {newest}. Pass that one, or move one of them away")
+    if (newest := newest_name(path.parent, name[0])) != path.name:
+        again = f"{path} was saved again, as {path.parent / newest}. Pass that one, or move one of them away"
+        raise CheckpointError(again)
     return path.parent, name[0]
 
 
 def _seq_length(identity: Identity, scalars: Mapping[str, Any]) -> int:
-    """Return the positions of the samples that were read last: those of the checkpoint's phase."""
+    """Return the sequence length of the data phase that the checkpoint was saved in."""
     consumed, skipped = scalars.get("consumed_samples"), scalars.get("skip_samples") or ()
     now = sample_at(consumed, [(first, last) for first, last in skipped]) if isinstance(consumed, int) else 0
     return identity.phases[bisect_left(identity.phases, now, lo=1, key=lambda one: one.start) - 1].data.seq_length
@@ -182,37 +184,41 @@ def _recorded(kind: str, identity: Identity, seq_length: int) -> list[str]:
         kept[other] = wanted[other]
 
 
-def _data(identity: Identity | None, options: Namespace, rest: Sequence[str]) -> list[str]:
-    """Return the flags of the data. Raises ConfigError if they are needed and missing."""
+def _data(identity: Identity | None, options: Namespace, named: Set[str]) -> list[str]:
+    """Return the flags of the data, beside the flags ``named``. Raises ConfigError if they are needed and missing."""
     if options.eval_data_path:  # a run needs training data, of which this one reads no sample
         training = options.data_path or options.eval_data_path
         return ["--data-path", *training, "--eval-data-path", *options.eval_data_path]
     if identity is None:
         return ["--data-path", *options.data_path] if options.data_path else []
     split, names = identity.data.split, [source.name for source in identity.data.sources]
-    if not options.data_path and ("--hf-dataset" in rest or identity.flags.get("data_source") == "hf"):
+    if not options.data_path and ("--hf-dataset" in named or identity.flags.get("data_source") == "hf"):
         return [] if split in (SEPARATE, DEFAULT_SPLIT) else ["--split", split]
     known = names if len(names) == 1 and names[0] in IN_PACKAGE and not identity.data.sources[0].named else None
     paths = options.data_path or known
-    if paths is None and "--eval-tasks" in rest:  # random tokens, whose loss is not printed
+    if paths is None and "--eval-tasks" in named:  # random tokens, whose loss is not printed
         return _NO_DATA
     if paths is None or (split == SEPARATE and paths != ["mock"]):
         where = "separate held-out text (--eval-data-path)" if split == SEPARATE else f"{', '.join(names)}"
-        message = f"the checkpoint is of a run with {where}, and records no path of it."
+        message = f"the checkpoint comes from a run on {where}, and does not record its path."
         fix = "Pass --eval-data-path PATH, all of which is evaluated"
         fix += "." if split == SEPARATE else ", or --data-path with the data of the run, whose held-out share is."
         raise ConfigError([Complaint("evaluate-data", message, fix)])
-    plain = split == DEFAULT_SPLIT or paths == ["mock"] or "--split" in rest
+    plain = split == DEFAULT_SPLIT or paths == ["mock"] or "--split" in named
     return ["--data-path", *paths, *([] if plain else ["--split", split])]
 
 
-def _tokenizer(identity: Identity, options: Namespace) -> list[str]:
+def _tokenizer(identity: Identity | None, options: Namespace) -> list[str]:
     """Return the flag of the tokenizer. Raises ConfigError if its ids are not those of the checkpoint."""
-    path = options.tokenizer_model
-    if path is None:
+    if (path := options.tokenizer_model) is None:
         return []
     facts = known_facts(path)
-    if identity.tokenizer is not None and facts is not None and not same_ids(identity.tokenizer, facts):
+    if (
+        identity is not None
+        and identity.tokenizer is not None
+        and facts is not None
+        and not same_ids(identity.tokenizer, facts)
+    ):
         message = f"--tokenizer-model {path} has other ids than the tokenizer that the checkpoint was trained with."
         fix = "Leave it out if the run stored its tokenizer next to the checkpoints, or pass that one."
         raise ConfigError([Complaint("checkpoint-tokenizer", message, fix)])
@@ -255,9 +261,9 @@ def _print_result(outcome: Evaluated, *, loss: bool, causal: bool) -> None:
 
 
 def result_lines(means: Mapping[str, float], *, loss: bool = True, causal: bool = True) -> Iterator[str]:
-    """Yield ``loss``, its terms, in nats per token, scores of tasks, and for a decoder the perplexity.
+    """Yield the loss and its terms in nats per token, the scores of tasks, and for a decoder the perplexity.
 
-    Without ``loss`` only the scores; without ``causal`` no perplexity, as exp(lm) of masked tokens is none.
+    Without ``loss``, yield only the scores; without ``causal``, no perplexity: exp(lm) of masked tokens is not one.
     """
     if loss:
         yield f"loss {means['loss']:.6f}"

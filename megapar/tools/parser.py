@@ -1,6 +1,6 @@
 """An argparse parser with short errors: the mistake and the nearest option, without the usage.
 
-Names of options are written out: an option of the trainer, or of a later version, may begin like one.
+Abbreviations are off: a prefix of one option may be a trainer's option, or become ambiguous in a later version.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Parser(argparse.ArgumentParser):
 
     Args:
         examples: Command lines without the program name, with which --help begins.
-        elsewhere: What other programs' options are called here.
+        elsewhere: Other programs' names for options -> our names, to suggest.
     """
 
     def __init__(

@@ -12,7 +12,7 @@ Condition = Callable[["Drawn"], bool]
 
 
 class Drawn(dict[str, Any]):
-    """What was drawn so far, by flag; an attribute falls back to the flag's default where it was left out."""
+    """What was drawn so far, by flag; as an attribute, a flag that was left out has its default."""
 
     def __getattr__(self, name: str) -> Any:
         value = self.get(name)
@@ -51,7 +51,7 @@ class Option:
         return FLAGS[self.name].models
 
     def legal(self, drawn: Drawn) -> list[Any]:
-        """The legal values beside what was drawn; never empty."""
+        """The values that are legal together with what was drawn; never empty."""
         if not self.when(drawn):
             return [None]
         values = self.values(drawn) if callable(self.values) else self.values
@@ -64,18 +64,18 @@ class Option:
 
 
 def of_layout(*options: Option) -> tuple[Option, ...]:
-    """The options as those of a layout."""
+    """The options, marked as options of the layout."""
     return tuple(replace(option, layout=True) for option in options)
 
 
 def degree(value: Any) -> str:
-    """How numbers of ranks, stages and slices count in pairs: 2, more of them in powers of two, or odd."""
+    """What a number of ranks, stages or slices counts as in pairs: 1, 2, odd, or even and at least 4."""
     number = int(value)
     return str(number) if number <= 2 else "odd" if number % 2 else "4 or more"
 
 
 def some(value: Any) -> str:
-    """How a value counts of which there are too many: given."""
+    """What a value counts as in pairs if a flag has too many of them: only as given."""
     return "some"
 
 

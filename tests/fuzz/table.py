@@ -1,4 +1,4 @@
-"""The options that the fuzzer draws. A new feature adds its rows, or gives values to a row that was only wild before.
+"""The options that the fuzzer draws. A new feature adds rows, or legal values to a row that had only ``wild`` ones.
 
 An option's values are those that are legal beside the rows above it; ``wild`` ones may break any rule.
 """
@@ -13,7 +13,7 @@ from tests.fuzz.option import Option, degree, of_layout, some
 from tests.fuzz.texts import ASKED, CHATS, LINES, LONG, SHORT
 
 # Set where a row does not say otherwise. A large epsilon: a gradient that is zero in exact arithmetic is rounding
-# noise, which Adam would blow up to the size of a step. device_tflops: what MFU is a share of would be measured.
+# noise, which Adam would blow up to the size of a step. device_tflops: without it, the peak for MFU is measured.
 FIXED: dict[str, object] = {
     "train_iters": 10,
     "data_path": ("mock",),
@@ -46,7 +46,7 @@ ORDERS = (
 )
 
 LAYOUT = (
-    # Others than fp64 are compared by what they round away, and rarely drawn: 16-bit products are slow on many CPUs.
+    # dtypes other than fp64 are compared within rounding, and rarely drawn: 16-bit products are slow on many CPUs.
     Option("dtype", (*(None,) * 17, "fp32", "bf16", "fp16")),
     Option("ernie_model", (None, "ernie3")),
     *of_layout(
@@ -424,7 +424,7 @@ ENCODER = (
 )
 
 TRAINING = (
-    # More steps than the two of the other cases, up to the end of the run; experts' load moves them, a bias adds up.
+    # Other cases run 2 of FIXED's 10 steps (case.STEPS). These run to the end, so experts move and biases add up.
     Option("train_iters", (*(None,) * 11, 3, 4, 6, 9, 12), when=legal.exact, group=some),
     Option("seed", (7, 1, 2**40)),
     Option("micro_batch_size", legal.micro_batches),
@@ -506,7 +506,7 @@ TRAINING = (
     Option("state_digest_steps", (None, 0, 1, 3)),
     Option("skip_samples", (None, None, ("0-1",), ("2-2", "4-9"), ("5-5", "17-40")), wild=(("3-1",),)),
     Option("adam_eps", (None, None, None, 1e-8), when=lambda d: legal.exact(d) and d.optimizer == "adamw"),
-    # A spike is one after two steps here (tests/equivalence/run.py).
+    # Spikes are detected from the third step on here (LEAST_BEFORE_A_SPIKE in tests/equivalence/run.py).
     Option("spike_skip", (*(None,) * 4, True), when=lambda d: legal.exact(d) and d.train_iters < 10),
     Option("spike_sigmas", (0.2, 1.0), when=legal.one_of("spike_skip", True)),
     Option("bad_step_limit", (None, 1, 0, 12), when=legal.exact),
@@ -522,14 +522,14 @@ EVALUATION = (
         group=some,
     ),
     Option(
-        "split",  # of the few conversations the default holds none out
+        "split",  # the default holds out none of the few conversations
         lambda d: (*(() if legal.tunes(d) else (None,)), "7,3", "8,1,1"),
         when=lambda d: legal.of_text(d) and legal.evaluated(d) and d.get("eval_data_path") is None,
         wild=("1,0",),
     ),
 )
 
-# At intervals of their own.
+# What happens around the steps, mostly at its own interval.
 AROUND = of_layout(
     Option("replica_check_interval", (None, 1, 2, 3), group=some),
     Option("save_interval", (*(None,) * 6, 1, 2, 3), group=some),

@@ -10,7 +10,7 @@ change; a mutant of one that fails then, too, is tried again in the next run.
 --seed, --draws  the draw (1, 150)
 --only NAME      mutants to try; those of the state, too, are tried again
 --by TEST        run these tests for them: those that were written since the coverage
---again          try survivors of the state again
+--again          also try again the survivors, and the mutants that no test reached
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ FATES = ("equivalent", "test", "exhibit")  # of survivors: a proof that it is th
 STATES = ("killed", "survived", "not covered", "broken")
 LIMIT_SECONDS = 120  # of a test
 LIMIT_BYTES = 24 << 30  # of a process's addresses: a mutant may make a tensor of any size
-SLOWER = 6  # than one test all tests of a run together may be
+SLOWER = 6  # a whole run of pytest may take this many times the limit of one test
 PYTEST = [
     *("-m", "pytest", "-n0", "-p", "no:cacheprovider", "-o", "faulthandler_exit_on_timeout=true"),
     *("-o", f"faulthandler_timeout={LIMIT_SECONDS}"),
@@ -89,8 +89,8 @@ def own_files(path: str) -> list[str]:
 
 
 def in_order(reach: Reach, mutant: Mutant, budget: float) -> list[list[str]]:
-    """Return the tests to run, in lots: those of the module's own files that reach the line, those of others, and the
-    rest of its own files, for which a fixture or a cache may have reached it, or an import.
+    """Return the tests to run, in batches: those in the module's own files that reach the line, those in other files,
+    and the rest of its own files, which may depend on the line through a fixture, a cache or an import.
     """
     reaching, names = reach.tests_of(mutant), own_files(mutant.path)
     own = {test for test in reach.seconds if test.partition("::")[0] in names}
@@ -172,7 +172,7 @@ def note(path: Path, verdict: Verdict) -> None:
 
 
 def unsound(clean: Path, verdicts: Sequence[Verdict]) -> list[Verdict]:
-    """Return those by tests that fail in the tree without a change, too, as broken."""
+    """Return, as broken, the kills by tests that also fail in the unchanged tree."""
     tests = sorted({one.by for one in verdicts if one.state == "killed" and "::" in one.by})
     status, out = run(clean, tests) if tests else (0, "")
     if status > 1:
@@ -192,7 +192,7 @@ def told(drawn: Sequence[Mutant], state: dict[str, Verdict]) -> str:
         f"{one.name} {one.state}: {one.place}\n  - {one.old}\n  + {one.new}\n" for one in known if one.state != "killed"
     ]
     score = ", ".join(f"{count} {name}" for name, count in counts.items())
-    return f"{''.join(lines)}{len(known)} of {len(drawn)} tried: {score}; of the killed, {timed} by a test without end"
+    return f"{''.join(lines)}{len(known)} of {len(drawn)} tried: {score}; of the killed, {timed} by a timeout"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -218,9 +218,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     reach, drawn, state = Reach.read(options.reach), draw(ROOT, options.seed, options.draws), state_of(options.state)
     proved = {row["name"] for row in survivors() if "equivalent" in row}
     retried = STATES[1:] if options.again else ("broken",)
-    wanted = [one for one in drawn if one.name in options.only] or [
-        one for one in drawn if one.name not in proved and (one.name not in state or state[one.name].state in retried)
-    ]
+    if missing := set(options.only) - {one.name for one in drawn}:
+        parser.error(f"not among the mutants drawn: {' '.join(sorted(missing))}")
+    if options.only:
+        wanted = [one for one in drawn if one.name in options.only]
+    else:
+        settled = {name for name, one in state.items() if one.state not in retried}
+        wanted = [one for one in drawn if one.name not in proved | settled]
     resource.setrlimit(resource.RLIMIT_AS, (LIMIT_BYTES, LIMIT_BYTES))
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.jobs) as pool:
         clean = Path(folder)

@@ -12,7 +12,7 @@ from tests.museum.museum import KILLED, ROOT, Exhibit, Found, places_of
 from tests.museum.mutator import FATES, TABLE, survivors
 
 PAGE = ROOT / "docs" / "museum.md"
-FIRST = (67, 79)  # killed, and tried, of mutations, on 2026-11-26
+FIRST = (67, 79)  # mutations killed and tried on 2026-11-26
 AREAS = {
     "norm": "Norm counting",
     "scaling": "Gradient scaling",
@@ -40,14 +40,14 @@ AREAS = {
 HEAD = """# The museum of silent bugs
 
 Written by `scripts/museum.sh --page` from `tests/museum/exhibits.yaml`; do not edit. Frameworks train on with wrong
-numbers: the loss falls, and nothing is printed. Here are {number} such bugs, which the public has reported of
+numbers: the loss falls, and nothing is printed. Here are {number} such bugs, most of them publicly reported in
 Megatron-LM, DeepSpeed, TransformerEngine, transformers and others, each as a change of megapar that recreates its kind
 at the place where it would be here: who reported it, what users saw, whether the first loss was right, and the test of
-ours that fails with it. Some are megapar's own, found by a GPU, by its fuzzer, or before they happened.
+ours that fails with it. The others are megapar's own, found on a GPU, by its fuzzer, or before they happened.
 
-**{number} of {number} are killed, by tests of {seconds} seconds together** (two at a time, on two busy cores). With
-{right} of them the first loss is right; runs of eleven with and without the change showed what the table says. Where
-replicas drift apart, such a run also ends here by itself, with the names of the parameters.
+**{number} of {number} are killed, by tests that take {seconds} seconds in all** (two at a time, on two busy cores).
+With {right} of them the first loss is right; runs of eleven with and without the change showed what the table says.
+Where replicas drift apart, such a run also ends here by itself, with the names of the parameters.
 
 ```bash
 grep -c "^- name" tests/museum/exhibits.yaml
@@ -60,9 +60,9 @@ python -m tests.museum.museum rope-in-bf16        # one exhibit; scripts/museum.
 scripts/museum.sh --relocate                      # after code has moved: the lines most like those of each exhibit
 ```
 
-The first command makes the change in a copy of the tree, runs the test there alone, and ends with 1 if it passes, as a
-test that cannot see the bug does. `tests/museum/test_museum.py` holds in each run of the suite that every change still
-applies to today's code, at one place, and that its test is part of the suite.
+The first command makes the change in a copy of the tree, runs that test alone there, and exits with 1 if it passes,
+as a test that cannot see the bug does. `tests/museum/test_museum.py` checks in each run of the suite that every
+change still applies to today's code, at one place, and that its test is part of the suite.
 
 ## Scores
 
@@ -147,9 +147,9 @@ def mutants() -> str:
 
 def _differing(old: Sequence[str], new: Sequence[str]) -> tuple[str, str]:
     """Return the words that differ, with one more on each side, as code."""
-    alike = [n for n, pair in enumerate(zip(old, new, strict=False)) if pair[0] != pair[1]]
+    differing = [n for n, pair in enumerate(zip(old, new, strict=False)) if pair[0] != pair[1]]
     behind = [n for n, pair in enumerate(zip(old[::-1], new[::-1], strict=False)) if pair[0] != pair[1]]
-    first, after = max(0, alike[0] - 1), max(0, behind[0] - 1)
+    first, after = max(0, differing[0] - 1), max(0, behind[0] - 1)
     parts = (" ".join(words[first : len(words) - after]).replace("|", r"\|") for words in (old, new))
     one, other = (f"`` {part} ``" for part in parts)
     return one, other

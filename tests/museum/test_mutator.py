@@ -192,6 +192,9 @@ def test_a_run_goes_on_where_it_ended(
         mutator.main([*files, *options])
         assert tried == wanted
     assert "3 of 3 tried: 2 killed, 1 survived" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        mutator.main([*files, "--only", "another"])
+    assert "not among the mutants drawn: another" in capsys.readouterr().err
 
 
 def test_what_is_told_of_survivors_is_of_todays_code() -> None:

@@ -37,6 +37,14 @@ def test_a_third_of_the_samples_generate(
     assert (mean.idle_understanding, mean.idle_generation) == pytest.approx(idle)
 
 
+def test_tasks_are_counted_until_they_repeat() -> None:
+    counts = plan(
+        1, "--micro-batch-size", "1", "--ernie-tasks", "knowledge_mlm:0.25,document_lm:0.2"
+    ).run.view.task_counts()
+    totals = {task: sum(batch[task] for batch in counts) for task in counts[0]}
+    assert totals == {"knowledge_mlm": 5.0, "document_lm": 4.0}
+
+
 def test_stages_send_as_many_features_as_the_next_one_takes() -> None:
     flags = ("--pp-degree", "4", "--gradient-merge-acc-step", "8", "--micro-batch-size", "1")
     found = plan(4, *flags, "--pp-seg-method", "0,3,6,7")

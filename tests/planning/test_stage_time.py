@@ -17,7 +17,7 @@ from megapar.planning.calibration import calibrations
 from megapar.planning.devices import device_kind
 from megapar.planning.operator_time import MessageTime, OperatorTime
 from megapar.planning.planned_run import PlannedRun
-from megapar.planning.speed import Speed, predict
+from megapar.planning.speed import Clock, Speed, predict
 from megapar.planning.stage_time import StagePrograms, StageTime
 from megapar.planning.text import layer_timeline
 from megapar.tools.main import main
@@ -181,3 +181,17 @@ def test_the_page_and_the_object_have_the_drawing(capsys: pytest.CaptureFixture[
     assert drawn["layer"] == "moe"
     assert {event["lane"] for event in drawn["forward"]["events"]} == {"compute", "wait", "inside", "between"}
     assert 0.5 < drawn["forward"]["busy_shares"]["between"] < 1
+
+
+def test_a_step_ends_when_its_last_stage_does_not_when_the_one_that_sends_longest_does() -> None:
+    """Stage 0 reduces dense layers over all ranks; those of stage 1 have whole experts and a long update."""
+    flags = ("--num-layers", "4", "--hidden-size", "2048", "--num-attention-heads", "16", "--seq-length", "2048")
+    flags += ("--untie-embeddings-and-output-weights", "--vocab-size", "32000", "--ffn-hidden-size", "6144")
+    flags += ("--first-k-dense", "2", "--num-experts", "128", "--moe-ffn-hidden-size", "4096", "--ep-degree", "8")
+    flags += ("--pp-degree", "2", "--micro-batch-size", "1", "--gradient-merge-acc-step", "4")
+    run = run_of(*flags, "--overlap-grad-reduce", "off", "--overlap-param-gather", "off", ranks=16)
+    clock = Clock(run, calibrations()[run.assumed.software])
+    (sends, steps), (less, more) = (clock.step_end(stage, clock.stage(stage)) for stage in (0, 1))
+    assert sends > less
+    assert sends + steps < less + more
+    assert predict(run).optimizer_seconds == more

@@ -136,6 +136,12 @@ def test_data_that_is_not_known_is_asked_for(run: Run, tmp_path: Path) -> None:
         evaluate.trainer_line([str(apart), "--data-path", str(run.data)])
 
 
+@pytest.mark.parametrize("word", ["--eval-tasks=a.jsonl", "--eval_tasks", "--Eval-Tasks"])
+def test_tasks_alone_need_no_data_however_they_are_spelled(run: Run, word: str) -> None:
+    line = evaluate.trainer_line([str(run.saved), word, *([] if "=" in word else ["a.jsonl"])])
+    assert line[line.index("--data-path") + 1] == "mock"
+
+
 def test_data_of_the_package_needs_no_path(run: Run, tmp_path: Path) -> None:
     def mock(identity: dict[str, Any]) -> None:
         identity["phases"][-1]["sources"][0]["name"] = "mock"
@@ -151,7 +157,10 @@ def test_a_tokenizer_with_other_ids_is_refused(run: Run, tmp_path: Path) -> None
     line = [str(run.saved), "--data-path", str(run.data), "--tokenizer-model"]
     with pytest.raises(ConfigError, match=r"other\.model has other ids"):
         evaluate.trainer_line([*line, str(other)])
-    assert "--tokenizer-model" in evaluate.trainer_line([*line, str(run.folder / "my.model")])
+    mine = str(run.folder / "my.model")
+    assert evaluate.trainer_line([*line, mine]).count(mine) == 1
+    older = again(run, tmp_path, dict.clear)  # a checkpoint that does not record its run
+    assert evaluate.trainer_line([str(older), *line[1:], mine]).count(mine) == 1
 
 
 def test_documents_that_may_have_been_trained_on_are_reported(run: Run, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Shards: a rank's part of each global tensor, and the files of a checkpoint with them and with its scalars.
+"""Shards, each a rank's part of a global tensor, and the checkpoint files that contain shards and scalars.
 
 The files are safetensors (``files.tensor_file``), which any reader can open, written one tensor at a time and read in
 blocks, so that neither needs much memory. Tensors are sorted by descending element size, which keeps them aligned.
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megapar.checkpoints.format.layout import FileEntry
+from megapar.checkpoints.format.names import MOST_SCALARS_BYTES
 from megapar.core.box import Box
 from megapar.core.units import Json
 from megapar.errors import CheckpointError
@@ -71,7 +72,6 @@ Verify: TypeAlias = Literal["full", "size", "off"]
 """The check of a file: its size and SHA-256, its size, or its existence."""
 
 BLOCK_BYTES = 16 << 20  # the most that is hashed, written or read at a time
-_MAX_SCALAR_BYTES = 1 << 26
 
 CODES = {
     torch.float64: "F64",
@@ -128,7 +128,7 @@ class HashedFile:
 
 
 def write_bytes(path: Place, content: bytes) -> FileEntry:
-    """Write a new file with this content, and return after it is on disk."""
+    """Write a new file with this content, flush it to disk, and return its entry."""
     file = HashedFile(path)
     file.write(content)
     return file.close()
@@ -184,7 +184,7 @@ class ShardFile(TensorFile):
     """An open shard file, with the data of its tensors."""
 
     def check(self, name: str, dtype: torch.dtype, shape: Sequence[int]) -> int:
-        """Return ``position`` for a dtype of torch."""
+        """Return ``position`` for a torch dtype: the tensor's first byte, if the file has it with this shape."""
         return self.position(name, CODES[dtype], shape)
 
     def read_as(self, name: str, shape: Sequence[int], piece: Box, part: Box, out: Tensor) -> None:
@@ -255,7 +255,7 @@ def read_scalars(folder: Place, file: FileEntry, verify: Verify) -> dict[str, Js
         raise CheckpointError(f"{folder} is damaged or incomplete: {problem}")
     path = at(folder) / file.name
     try:
-        scalars = json.loads(path.content(_MAX_SCALAR_BYTES), parse_constant=_finite, parse_float=_finite)
+        scalars = json.loads(path.content(MOST_SCALARS_BYTES), parse_constant=_finite, parse_float=_finite)
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {str(error)[:200]}") from error
     if not isinstance(scalars, dict):

@@ -1,6 +1,6 @@
-"""Blocking collectives over one axis, with their gradients.
+"""Blocking collectives over one axis, with their gradients, except ``all_reduce_``.
 
-Each function runs an exchange, and its backward runs the conjugate (see the table in ``core/comm/exchange.py``). On an
+Each of the others runs an exchange, and its backward the conjugate (table in ``core/comm/exchange.py``). On an
 axis of size 1 every function returns its input and communicates nothing.
 """
 

@@ -31,10 +31,10 @@ class TwoHops:
 
     Attributes:
         axis: The axis that the two make up.
-        second: The second hop; its ``receive`` is given.
+        second: The second hop; its ``receive`` must not be None.
         relay: Makes the rows of the second hop from those of the first.
         back: Makes, for the way back, the first hop's rows from those of the second.
-        slow: Name of the axis whose hop stays in flight until the wait if it is the first one, where the host relays.
+        slow: Name of the axis between nodes. If its hop is first and the host relays, it is in flight until the wait.
     """
 
     axis: Axis

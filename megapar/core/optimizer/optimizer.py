@@ -1,4 +1,4 @@
-"""The optimizer of this rank's master weights, a shard of them."""
+"""The optimizer of this rank's shards of the master weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megapar.core.sharding.master_shard import MasterShard
 
 
 class Optimizer:
-    """Updates master shards by a rule. pieces: For rules that round, each shard's pieces of Hugging Face tensors."""
+    """Updates master shards by a rule. pieces: Each shard's pieces of Hugging Face tensors, for rules that round."""
 
     def __init__(
         self, shards: Sequence[MasterShard], rule: UpdateRule, pieces: Sequence[ShardPieces] | None = None
@@ -25,7 +25,7 @@ class Optimizer:
             for name in rule.states
         }
         self._steps = [torch.zeros((), dtype=torch.float32, device=shard.master.device) for shard in shards]
-        groups: dict[tuple[bool, bool, bool, float], list[int]] = {}  # shards with one learning rate and weight decay
+        groups: dict[tuple[bool, bool, bool, float], list[int]] = {}  # shards with equal learning rate and weight decay
         for number, shard in enumerate(shards):
             alike = shard.decay, shard.router, shard.decoupled, shard.lr_factor
             groups.setdefault(alike, []).append(number)

@@ -128,13 +128,13 @@ class OptimizerRange:
 
 
 def _updated_alike(member: BucketParameter) -> tuple[bool, Treatment, int, int]:
-    """Return what one range has in common. With the stage, what counts on no rank of dp or on one is cut alike."""
+    """Return what one range has in common; by stage too, as a tied copy counts on no dp rank, its neighbors on one."""
     spec = member.spec
     return member.counted, Treatment.of(spec), member.split, spec.stage
 
 
 def make_ranges(members: Sequence[BucketParameter]) -> tuple[OptimizerRange, ...]:
-    """Cut a row where decay, learning rate, counting or the number of split dims changes, and where room is left.
+    """Cut a row where treatment, counting, the number of split dims or the stage changes, and where room is left.
 
     Parameters that other axes split are separate from those that they replicate: a kernel may round the last
     elements of a range differently, so ranks with the same parameter must update it in ranges of equal length.

@@ -1,4 +1,4 @@
-"""Objectives on the text of documents: its next tokens, the order of its sentences, and the distance of two.
+"""Objectives on the text of documents: next tokens, the order of sentences, and the distance between two of them.
 
 Source: ERNIE 3.0 (arXiv 2107.02137).
 """
@@ -32,8 +32,8 @@ class Task(Protocol):
 def cut_evenly(starts: np.ndarray, parts: int) -> list[slice]:
     """Cut T ids into ``parts`` pieces of nearly equal length, each at the word start nearest to the equal cut.
 
-    ``starts`` [T] bool is True at the first id of each word. Every piece has at least one id, so T must be at least
-    ``parts``.
+    ``starts`` [T] bool is True at the first id of each word; where none can be used, a cut falls inside a word. Every
+    piece has at least one id, so T must be at least ``parts``.
     """
     length, places = len(starts), np.flatnonzero(starts)
     edges = [0]

@@ -2,7 +2,7 @@
 
 About 2 MB of English that needs no download: the language reference of ``pydoc_data.topics`` and the
 docstrings of the standard library. Source files are parsed, never imported, so nothing in them runs.
-The documents and their order depend on the Python version only.
+The documents and their order depend only on the Python version and on which of these files it is packaged with.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def module_documents(path: Path) -> Iterator[str]:
 
 
 def _statements(tree: ast.Module) -> Iterator[ast.AST]:
-    """Yield nodes level by level like ``ast.walk``, without expressions: most of a tree, they contain no class."""
+    """Yield nodes level by level like ``ast.walk``, but no expressions: they are most of a tree and hold no class."""
     level: list[ast.AST] = [tree]
     while level:
         yield from level

@@ -46,12 +46,12 @@ def index_hash(prefix: str, *, may_read: bool = True) -> str:
 
 
 def hashes_of(texts: Sequence[str]) -> np.ndarray:
-    """Return [n] uint64, the hashes from which ``split.place_of`` computes places."""
+    """Return [n] uint64, a hash of each text; divided by 2**64 it is ``split.place_of`` of the text."""
     return np.frombuffer(b"".join(hashlib.sha256(text.encode()).digest()[:8] for text in texts), dtype="<u8")
 
 
 def check_chat(prefix: str, facts: Mapping[str, str | None]) -> str:
-    """Return a note about conversations without PREFIX.chat, or if only the day differs from ``facts``; else "".
+    """Return a note if PREFIX.chat is missing, or if only its day differs from ``facts``; else "".
 
     Raises DataError if the file is damaged, or if it has other facts or another index.
     """
@@ -106,7 +106,7 @@ class HashesWriter:
 
 
 def read_hashes(prefix: str, documents: int) -> np.memmap | None:
-    """Map the hashes [D] uint64 of a corpus, None without a file. Raises DataError for damage or another index."""
+    """Map a corpus's hashes, [D] uint64; None if it has no file. Raises DataError for damage or another index."""
     path = hashes_path(prefix)
     if not path.exists():
         return None

@@ -21,16 +21,8 @@ from megapar.data.tokens.split import Split, TrainHeldout
 from megapar.files.location import at
 
 
-class Offsets(Protocol):
-    """An array [D + 1] of offsets that is read in slices."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, places: slice) -> np.ndarray: ...
-
-
-class Tokens(Protocol):
-    """An array [N] of ids that is read in slices."""
+class SlicedArray(Protocol):
+    """A one-dimensional array that is read in slices."""
 
     def __len__(self) -> int: ...
 
@@ -39,7 +31,7 @@ class Tokens(Protocol):
 
 @dataclass(frozen=True)
 class TokenStore:
-    """The training or the held-out documents of one source, as ids, each followed by the end token.
+    """The training or the held-out documents of one source, as ids, with the end tokens that they were encoded with.
 
     Attributes:
         tokens: [N] of an integer dtype, memory-mapped; the concatenated documents.
@@ -47,8 +39,8 @@ class TokenStore:
         notes: Messages about the source for the log.
     """
 
-    tokens: Tokens
-    offsets: Offsets
+    tokens: SlicedArray
+    offsets: SlicedArray
     notes: tuple[str, ...] = ()
     files: tuple[MappedFile, ...] = ()
 
@@ -82,7 +74,7 @@ _BLOCK = 1 << 20  # documents at a time
 def split_stores(dataset: IndexedDataset, split: Split, notes: tuple[str, ...]) -> TrainHeldout[TokenStore]:
     """Return the training and the held-out documents of an indexed file.
 
-    Documents are split by the hashes in PREFIX.hashes, or without that file by their numbers, which adds a note.
+    Documents are split by the hashes in PREFIX.hashes, or without it by their numbers; a note says so if any are cut.
     ``notes`` about the text go to the training store. Raises DataError if PREFIX.hashes is damaged or belongs to
     another index.
     """

@@ -1,4 +1,4 @@
-"""Process identities that are unique across machines: host, boot, PID namespace, process id and start time.
+"""Facts about processes from the kernel: identities that are unique across machines, and the cores they may use.
 
 A process id alone is not unique: it is reused after a while, and means another process in another container.
 """

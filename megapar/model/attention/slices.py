@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 class CausalSlices:
     """Attention of one layer over one micro-batch. Each slice calls enter, project, attend, leave, finish in order.
 
-    If the whole input is available, ``prepare`` makes the heads of all slices by one product; otherwise each slice
-    makes its own. Context parallel ranks exchange the keys of their parts of a slice
-    (``core.context_parallel.slices``), in a window those that are seen (``core.context_parallel.window_keys``), or each
-    holds whole slices of some heads.
+    If the whole input is available, ``prepare`` computes the heads of all slices with one product; otherwise each
+    slice computes its own. Context parallel ranks either exchange the keys of their parts of a slice
+    (``core.context_parallel.slices``; under a sliding window only the visible ones, ``window_keys``), or hold whole
+    slices of some of the heads (Ulysses).
 
     Attributes:
         hides: The all-gathers over mp are in flight from ``enter`` to ``project``, and the sums over mp from ``leave``
@@ -63,7 +63,7 @@ class CausalSlices:
         self._halos = attention.halos(context)
         if context.slice_plans is not None and not self._halos:
             cp, plans = attention.cp, context.slice_plans
-            # The backward reads the columns of the object of the forward, so the recomputation fills the same one.
+            # The backward reads the columns of the object made in the forward, so recomputation must refill that one.
             self._shared = once(
                 context.replay, lambda: SharedSlices(cp.axis, cp.slice_transport, plans, flash=attention.sizes.flash)
             )

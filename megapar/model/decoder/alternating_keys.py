@@ -1,4 +1,4 @@
-"""Keys of config.json of classes with two kinds of layers: with a window, and without, each with its rotary positions.
+"""config.json keys of classes whose layers have a window or not, each of the two kinds with its rotary positions.
 
 ``rope_parameters`` has an object for each kind. Before transformers 5 ``rope_theta`` and ``rope_scaling`` were those of
 the layers that see all keys, and Gemma 3 had a key for the base of the others.
@@ -32,10 +32,10 @@ from megapar.schema.published import Json, Setting, Settings
 def alternating_settings(
     settings: tuple[Setting, ...], every: int, *, full: float, window: float, old_every: str = "", old_window: str = ""
 ) -> tuple[Setting, ...]:
-    """Return the settings of a class with one kind of layers, with those of windows and of rotary positions replaced.
+    """Return ``settings``, of a class with one kind of layers, with window and rotary settings for two kinds.
 
     Args:
-        every: One layer in this many sees all keys, the last, if ``layer_types`` does not say.
+        every: The last of every this many layers sees all keys, unless ``layer_types`` says otherwise.
         full: Base of the rotary angles in layers that see all keys, if config.json does not say.
         window: Base in layers with a window.
         old_every: Old key of ``every``; "" for a class without one.
@@ -61,6 +61,9 @@ def _sizeless(sliding: Any, config: Json) -> str:
 def _window(settings: Settings) -> int:
     """Return the window; the class makes its mask also for a model without one."""
     return window_or_none(settings["window_size"]) or int(settings["max_position_embeddings"])
+
+
+_OLD_SCALING = Setting("rope_scaling", rope, written=False)
 
 
 class _Ropes:
@@ -145,7 +148,6 @@ GEMMA = (
     ),
 )
 """Settings of Gemma 3 alone."""
-_OLD_SCALING = Setting("rope_scaling", rope, written=False)
 
 
 def _written(settings: Settings) -> dict[str, Any]:

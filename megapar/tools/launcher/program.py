@@ -84,8 +84,8 @@ def complaints_about(program: str, flags: Sequence[str]) -> Iterator[str]:
 def wants_warm_start(flag: bool | None, script: str) -> bool:
     """Return True if ranks are to be forked from a warm process.
 
-    The default is on for megapar's own scripts and commands, if importing torch does not open a device. It is off for
-    other scripts: one that sets variables before it imports torch would set them too late.
+    On Linux the default is on for megapar's own scripts and commands, if importing torch does not open a device. It is
+    off for other scripts: one that sets variables before it imports torch would set them too late.
 
     Args:
         flag: Value of --warm-start; None for the default.

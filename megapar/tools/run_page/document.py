@@ -1,8 +1,8 @@
 """The HTML document of a page. It loads nothing: style, scripts and figures are in it.
 
 Figures are drawn by Apache ECharts 6.1.0 (``echarts.min.js``, as published on npm; its license is ``echarts.LICENSE``)
-and ``page.js``. The document's own Content-Security-Policy allows these two scripts by their hashes and nothing else,
-neither other scripts nor any request, whatever the names of runs and files in it are.
+and ``page.js``. The document's own Content-Security-Policy allows these two scripts, by their hashes, and inline
+styles, but no other script and no request, whatever the names of runs and files in it are.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def own_file(name: str) -> str:
 
 
 def json_in_html(value: Json) -> str:
-    """Return JSON that HTML cannot take for markup, its numbers with five digits."""
+    """Return JSON that HTML cannot take for markup; fractions are rounded to five significant digits."""
     text = json.dumps(_short(value), separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 

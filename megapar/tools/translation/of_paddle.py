@@ -105,7 +105,7 @@ def _warmup_share(value: str, given: Given) -> Decided:
     steps = first(given, "max-steps")
     if not steps:
         return LEFT, "", "a fraction of --max_steps, which is not set: --lr-warmup-iters"
-    reason = "the warmup is one step ahead: its first step has a part of the rate, 0 in Paddle"
+    reason = "megapar's warmup is one step ahead: the rate of its first step is above 0, in Paddle it is 0"
     return RENAMED, f"--lr-warmup-iters {int(number(value) * steps)}", reason
 
 
@@ -125,7 +125,7 @@ def _data(value: str, given: Given) -> Decided:
 
 
 def _worded(known: str, reason: str) -> Function:
-    """Return the function for a list of words of which each only affects speed."""
+    """Return the function for an argument that lists words of ``known``, none of which changes the numbers."""
 
     def decide(value: str, given: Given) -> Decided:
         words = _words(value)
@@ -225,7 +225,7 @@ _TENSOR_WORDS = """
 _REPLICA_WORDS = "enable_allreduce_avg_in_gradinent_scale gradient_sync_after_accumulate"
 
 _sharding_words = _worded(
-    _SHARDING_WORDS, "communication always overlaps computation; these words have no other effect"
+    _SHARDING_WORDS, "communication overlaps computation by default; the numbers do not depend on these words"
 )
 _pipeline_words = _worded(_PIPELINE_WORDS, "sends never block; --pp-schedule sets the order of a stage")
 _tensor_words = _worded(_TENSOR_WORDS, "mp ranks always have the same values; --tp-comm-overlap hides communication")

@@ -49,7 +49,7 @@ from megapar.training.step.result import StepResult, Totals
 from megapar.training.step.update_norms import TENSOR_CLASSES
 
 _EVALUATED = (("loss", "loss"), ("lm_loss", "lm"), ("sop_loss", "sop"), ("mtp_loss", "mtp"), (BITS, BITS))
-_LOADS_APART = 1.01  # iterations of two records with all loads: a long run of many experts has few hundred of them
+_LOADS_APART = 1.01  # least ratio of the iterations of two records with all loads: about 1000 in a million steps
 _OF_PARTS = MappingProxyType({"eval_sets": OF_SET, "eval_sets_bits_per_byte": f"{BITS}/", "eval_scores": OF_TASK})
 
 
@@ -60,7 +60,7 @@ class Monitor:
     Every rank has a monitor, because the sums need all data ranks. Only one rank has loggers.
 
     Attributes:
-        places: The ranks that experts are on; gets their load.
+        places: The placement of experts on ranks; gets the load of each step.
         loggers: Get the records, in order.
         flops_per_token: Returns the FLOPs of the model per token in a step, forward and backward.
         peak: Peak FLOP/s of one device.
@@ -102,7 +102,7 @@ class Monitor:
         """Reduce the kept steps over all ranks and log them. Returns the records, on every rank.
 
         ``evaluates`` leaves the newest to ``evaluated``, or without a result to ``close``: a record is logged once.
-        Raises TrainingError for a non-finite loss or norm, after logging it.
+        Raises TrainingError for a non-finite loss or norm, after logging it (``close`` logs it if it was left).
         """
         if not self._steps:
             return []
@@ -155,7 +155,7 @@ class Monitor:
             self._since += time.perf_counter() - start
 
     def close(self) -> None:
-        """Log a step whose evaluation failed, and close the loggers."""
+        """Log a step whose evaluation failed or was not reached, and close the loggers."""
         if self._unevaluated:
             self._log(self._unevaluated)
         for logger in self.loggers:
@@ -272,7 +272,7 @@ class Monitor:
         )
 
     def _expert_load(self, load: Sequence[Sequence[float]], iteration: int) -> list[dict[str, float]]:
-        """Return, per layer, percentiles of its experts' load and the load of the busiest rank of several."""
+        """Return, per layer, percentiles of its experts' load, and the busiest rank's load if ep has several ranks."""
         shown = []
         for layer, counts in enumerate(load):
             rank = self.places.busiest(layer, counts, iteration)

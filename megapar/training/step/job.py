@@ -33,7 +33,7 @@ class Job:
     Attributes:
         table: A row for every parameter and buffer of the whole model.
         sharding: Shards of the parameters and gradients.
-        comm: Collectives that layers have in flight. None may be left at the end of a step.
+        comm: Collectives that layers have in flight; at the end of a step all must have been waited for.
         partial: Parameters whose gradients are summed over mp.
         from_first_rank: Parameters whose gradients all mp ranks take from the first.
         pipeline: Runs the model if pp > 1, else None.

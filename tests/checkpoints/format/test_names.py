@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megapar.checkpoints.format.names import (
-    _MOST_SCALARS_BYTES,
     LAYOUT_FILE,
+    MOST_SCALARS_BYTES,
     SCALARS_FILE,
     holds_checkpoints,
     is_part,
@@ -76,5 +76,5 @@ def test_scalars_with_the_data_of_a_long_run_are_read_and_endless_ones_are_not(t
     scalars = {"identity": {"phases": [{"sources": [source] * 2000}] * 4}, "iteration": 7}
     (tmp_path / "scalars.json").write_text(json.dumps(scalars, indent=1))
     assert stored_scalars(tmp_path) == scalars
-    (tmp_path / "scalars.json").write_text(" " * _MOST_SCALARS_BYTES + "{}")
+    (tmp_path / "scalars.json").write_text(" " * MOST_SCALARS_BYTES + "{}")
     assert stored_scalars(tmp_path) == {}

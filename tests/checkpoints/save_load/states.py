@@ -27,7 +27,7 @@ def same_model(facts: Mapping[str, Any]) -> ModelCheck:
     return partial(differences, expected=facts)
 
 
-# name -> shape and dtype; the two [..] sizes that no degree divides are on purpose
+# name -> shape and dtype; some sizes are odd on purpose: no degree divides them
 TENSORS: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
     "model/weight": ((8, 6), torch.float32),
     "model/half": ((7, 5, 3), torch.bfloat16),
@@ -39,7 +39,7 @@ TENSORS: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
     "optimizer/mask": ((6,), torch.bool),
 }
 
-# layout -> (world size, {name: [(dim, parts per rank group)]}); a cut is (dim, parts, how a rank's part is found)
+# layout -> (world size, {name: its cuts, applied one after the other}); a tensor without a name here is whole
 Cut = tuple[int, int, int]  # dim, parts, divisor: part = rank // divisor % parts
 LAYOUTS: dict[str, tuple[int, dict[str, tuple[Cut, ...]]]] = {
     "one": (1, {}),
@@ -75,7 +75,7 @@ def true_tensor(name: str, salt: int = 0) -> Tensor:
 
 
 def make_state(layout: str, rank: int, *, filled: bool, salt: int = 0) -> dict[str, Shard]:
-    """This rank's shards of all tensors: of the true values, or of a value that is none of them."""
+    """This rank's shards of all tensors: of the true values, or filled with ones, as ``untouched`` expects."""
     state = {}
     for name, (shape, dtype) in TENSORS.items():
         box = Box.whole(shape)

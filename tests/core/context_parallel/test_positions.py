@@ -59,7 +59,7 @@ def test_zigzag_is_for_causal_masks(algorithm, causal, length, zigzag):
 
 
 def test_places_of_a_cut_that_sequence_parallelism_cuts_further():
-    """cp 2 in zig-zag, 12 positions a rank in two runs of 6, mp cuts them in 3: the middle part has a bit of both."""
+    """cp 2 in zig-zag: 12 positions per rank in two runs of 6. mp cuts them in 3; the middle part has 2 of each run."""
     places = SequenceLayout(2, zigzag=True).places(24, parts=3)
     first, middle, last = 0, 1, 2
     assert places[:3] == (HeldRun(first, 0, 4), HeldRun(middle, 0, 2), HeldRun(3 + first, 0, 4))
@@ -89,7 +89,7 @@ def test_rows_by_rank_to_order_of_position_and_back(size, zigzag, parts):
 
 
 def test_a_slice_is_put_in_order_though_it_could_not_be_cut_again():
-    """Of one position per rank; every second slice is mirrored."""
+    """Slices with one position per rank, every second one mirrored."""
     layout = SequenceLayout(2, zigzag=True, slices=4)
     shares = [Share(cp=Axis("cp", 2, rank, None, (0, 1)), layout=layout) for rank in range(2)]
     rows = torch.arange(4).view(4, 1)  # two rows of the position of rank 0, then of rank 1's

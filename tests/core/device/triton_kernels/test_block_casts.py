@@ -1,7 +1,7 @@
 """Kernels that cast to e4m3 against the reference, run by Triton's interpreter, bit for bit.
 
 The cast itself is torch's here (``cast_as_torch``). That the hardware's is torch's, too, was measured on an H100:
-"casts" in benchmarks/throughput/results/2026-11-27-h100-*.jsonl.
+"casts" in benchmarks/throughput/results/2026-11-27-h100-e425762b-day.jsonl.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def check(rows, blocks, dtype, odd, seed):
         whole[rows // 2, 3] = odd
     for got, wanted in zip(KERNELS["cast_whole_rows"](whole), fp8.cast_whole_rows(whole), strict=True):
         assert same(got, wanted)
-    for got, wanted in zip(KERNELS["cast_tensor"](whole), fp8.cast_tensor(whole), strict=True):
-        assert not rows or same(got[:1], wanted[:1])
+    (values, numbers), (wanted, wanted_scale) = KERNELS["cast_tensor"](whole), fp8.cast_tensor(whole)
+    assert not rows or (same(values, wanted) and same(numbers[:1], wanted_scale))
     weight = torch.randn(256, K, generator=random).to(dtype)
     weight[seed, seed] = odd
     results = KERNELS["cast_weight"](weight)

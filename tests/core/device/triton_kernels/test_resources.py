@@ -22,14 +22,14 @@ def test_kernels_fit_a_hopper_gpu_without_spills(module, capsys):
         with capsys.disabled():
             print(f"\n{module}, {name}: {resources}")
         assert resources.spilled == 0
-        blocks = 3 if name.startswith("norm") else 4  # on a multiprocessor; a norm keeps three sums of all columns
+        blocks = 3 if name.startswith("norm") else 4  # resident per SM; a norm keeps three sums of all columns
         assert resources.registers <= 65_536 // (32 * kernel.warps) // blocks
-        assert resources.shared <= 227 * 1024 // 4
+        assert resources.shared <= 227 * 1024 // blocks
 
 
 @pytest.mark.parametrize("module", [name for name in MODULES if name != "block_casts"])
 def test_kernels_fit_an_mi300x_whose_warps_are_twice_as_wide(module, capsys):
-    """All but those of fp8, of which an MI300X has another format."""
+    """All except the fp8 kernels: an MI300X has a different fp8 format."""
     pytest.importorskip("triton")
     from tests.core.device.triton_kernels.kernels import KERNELS
 
@@ -39,5 +39,5 @@ def test_kernels_fit_an_mi300x_whose_warps_are_twice_as_wide(module, capsys):
             print(f"\n{module}, {name}: {resources}")
         assert resources.spilled == 0
         assert 64 * kernel.warps <= 1024  # threads of a block
-        assert resources.registers <= 512 // max(1, 64 * kernel.warps // 256)  # lanes of four units share 512 each
+        assert resources.registers <= 512 // max(1, 64 * kernel.warps // 256)  # four SIMDs, 512 per lane on each
         assert resources.shared <= 64 * 1024
