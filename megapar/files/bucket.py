@@ -107,6 +107,11 @@ class BucketStore:
         names = {name: None if head is None else head.size for name, head in found.items() if name not in hidden}
         return {**names, **{name.removesuffix(MANIFEST): None for name in published}}
 
+    def walk(self, folder: PurePath) -> dict[str, int]:
+        """Return the name, in the folder, of every object below it, with its size."""
+        found = {name: size for name, size in self.objects.walk(str(folder)).items() if name != PUBLISHED}
+        return found or dict((self._manifest(folder) or {"files": {}})["files"])
+
     def publish(self, made: PurePath, path: PurePath, *, replace: bool = False) -> None:
         """Write the manifest of a folder under its final name, or move a file there. Neither is seen in part."""
         if made.parent != path.parent:

@@ -9,6 +9,7 @@ import gzip
 import io
 import json
 import re
+import shlex
 import sys
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -133,7 +134,7 @@ def checked_text(text: Any, record: Any, place: str, field: str) -> str:
     if isinstance(record, dict) and field not in record:
         names = ", ".join(map(repr, list(record)[:8])) or "no fields"
         texts = {name: len(value) for name, value in record.items() if isinstance(value, str)}
-        name = max(texts, key=texts.__getitem__) if texts else "NAME"
+        name = shlex.quote(max(texts, key=texts.__getitem__)) if texts else "NAME"
         fix = f"Name the field that contains the text: --text-field {name} (in megapar data: --field {name})"
         if "messages" in record or "conversations" in record:
             fix = "It is a conversation: --task sft trains on these"
@@ -166,8 +167,11 @@ def refusal_of(file: DataFile) -> str:
     if is_compressed(file) and kind in (PARQUET, *INDEXED):
         return f"a compressed {kind} file, which is not supported: unpack it"
     separator = r", sep='\t'" if kind == ".tsv" else ""
-    command = f"datasets.Dataset.from_csv('{path}'{separator}).to_parquet('{path.with_suffix(PARQUET)}')"
-    convert = f'python -c "import datasets; {command}", and name its text column with --text-field'
+    whole = str(file)
+    made = whole.removesuffix(path.suffix) + PARQUET
+    command = f"import datasets; datasets.Dataset.from_csv({whole!r}{separator}).to_parquet({made!r})"
+    quoted = shlex.quote(command) if set(command) & set('"$`!') else f'"{command}"'
+    convert = f"python -c {quoted}, and name its text column with --text-field"
     return NO_TEXT.get(kind, "").format(convert=convert)
 
 

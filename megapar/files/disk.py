@@ -85,9 +85,13 @@ class DiskStore:
         descriptor = os.open(aside, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
         lock = DiskLock(final, descriptor)
         try:
-            os.write(descriptor, record(_flock(descriptor, fcntl.LOCK_EX)))
+            os.write(descriptor, record(lock.take()))
             os.fsync(descriptor)
             _link(aside, final)
+            if not os.path.samestat(os.fstat(descriptor), os.stat(final)):  # a copy: no hard links here
+                lock.release()
+                lock = DiskLock(final, os.open(final, os.O_RDWR))
+                lock.take()
         except (FileExistsError, FileNotFoundError):  # the name is taken, or another start has removed ``aside``
             lock.release()
             return None
@@ -150,6 +154,10 @@ class DiskLock:
         finally:
             os.close(descriptor)
 
+    def take(self) -> bool:
+        """Lock the file. Return False if the file system does not support it or another process has locked it."""
+        return _flock(self._descriptor, fcntl.LOCK_EX)
+
     def release(self) -> None:
         """Release the lock."""
         with suppress(OSError):
@@ -180,8 +188,15 @@ def _link(made: Path, path: Path) -> None:
     except OSError as error:
         if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK):
             raise
+        content = made.read_bytes()
         with path.open("xb") as file:  # no hard links here: a reader that sees half of the file retries
-            file.write(made.read_bytes())
+            try:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            except BaseException:
+                path.unlink(missing_ok=True)
+                raise
     made.unlink()
 
 

@@ -221,13 +221,16 @@ def written_locally(folder: Location) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory() as place:
         yield Path(place)
-        for file in Path(place).iterdir():
-            copy(file, folder / file.name)
+        for file in sorted(path for path in Path(place).rglob("*") if path.is_file()):
+            copy(file, folder / file.relative_to(place).as_posix())
 
 
 @contextmanager
-def read_locally(folder: Location) -> Iterator[Path]:
-    """Yield a folder with the files of ``folder`` for a library that reads them itself."""
+def read_locally(folder: Location, *, below: bool = False) -> Iterator[Path]:
+    """Yield a folder with the files of ``folder`` for a library that reads them itself.
+
+    below: With those of its subfolders; on a disk they are always there.
+    """
     path = folder.local_path()
     if path is not None:
         yield path
@@ -235,7 +238,10 @@ def read_locally(folder: Location) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as place:
         copied = Path(place, folder.name)
         copied.mkdir()
-        for name, size in folder.list().items():
-            if size is not None:
-                copy(folder / name, at(copied / name))
+        names = [name for name, size in folder.list().items() if size is not None]
+        if below and not isinstance(folder.store, DiskStore):
+            names = list(folder.store.walk(folder.path))
+            folder = Location(folder.store, folder.store.folder(folder.path))
+        for name in names:
+            copy(folder / name, at(copied / name))
         yield copied

@@ -5,7 +5,7 @@ Standard library only: a tokenizer that is larger than the embedding is refused 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from io import StringIO
@@ -171,8 +171,8 @@ def _named(config: Mapping[str, Any]) -> Iterator[str]:
     kind = str(config.get("tokenizer_class") or "")
     yield from next((tokens for name, tokens in _DEFAULTS.items() if kind.startswith(name)), ())
     for source in _sources(config):
-        several = source.get("additional_special_tokens") or source.get("extra_special_tokens") or ()
-        values: Iterable[Any] = several.values() if isinstance(several, Mapping) else several
+        several = [source.get(f"{more}_special_tokens") or () for more in ("additional", "extra")]
+        values = [value for one in several for value in (one.values() if isinstance(one, Mapping) else one)]
         for value in (*(source.get(role) for role in _ROLES), *values):
             if (token := _content(value)) is not None:
                 yield token

@@ -24,7 +24,8 @@ DISK = "file://"
 """Before a whole path on a disk."""
 
 _URI = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
-_SECRET = re.compile(r"(?<=://)[^/\s'\"@]*(?:@[^/\s'\"@]*)*@")
+# Secret keys may contain slashes, and only what is behind a colon may be one.
+_SECRET = re.compile(r"(?<=://)(?:[^/\s'\"@]*:[^\s'\"@]*|[^/\s'\"@]*)(?:@[^/\s'\"@]*)*@")
 
 
 def split_uri(text: str) -> tuple[str, str] | None:
@@ -62,7 +63,7 @@ def wrong_form(text: str) -> tuple[str, str]:
 
 def missing_package(text: str) -> tuple[str, str]:
     """Return (what this machine lacks for a URI of good form, what to do), or ("", "")."""
-    module, extra = PACKAGES.get(text.partition("://")[0], ("fsspec", ""))
+    module, extra = PACKAGES.get(text.partition("://")[0].lower(), ("fsspec", ""))
     if find_spec(module) is None:
         wanted = f'"megapar[{extra}]"' if extra else module
         return f"needs the package {module}, which is not installed", f"Install it with: pip install {wanted}"
@@ -72,6 +73,7 @@ def missing_package(text: str) -> tuple[str, str]:
 def with_both_slashes(text: str) -> str:
     """Return the URI that a path such as ``s3:/BUCKET`` is meant to be; "" for any other text."""
     scheme, colon, rest = text.partition(":/")
+    scheme = scheme.lower()
     return f"{scheme}://{rest}" if colon and scheme in SCHEMES and not rest.startswith("/") else ""
 
 

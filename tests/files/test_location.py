@@ -89,6 +89,45 @@ def test_a_library_that_knows_paths_alone_writes_and_reads_a_folder(store_root: 
         assert sorted(file.read_text() for file in path.iterdir()) == ["one", "two"]
 
 
+def test_a_library_may_write_and_read_folders_below(store_root: Location) -> None:
+    with written_locally(store_root / "made") as path:
+        (path / "below" / "deep").mkdir(parents=True)
+        (path / "below" / "deep" / "a").write_text("one")
+        (path / "b").write_text("two")
+    (store_root / "made").publish(store_root / "final")
+    with read_locally(store_root / "final", below=True) as path:
+        assert (path / "below" / "deep" / "a").read_text() == "one"
+        assert (path / "b").read_text() == "two"
+
+
+def no_links(*_: object) -> None:
+    raise OSError(errno.EPERM, "no hard links here")
+
+
+def test_a_record_is_locked_where_there_are_no_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk.os, "link", no_links)
+    lock = disk.DiskStore().lock(tmp_path / "1.json", lambda locks: b"{}")
+    assert lock is not None
+    assert disk.DiskStore().is_locked(tmp_path / "1.json")
+    lock.release()
+    assert not disk.DiskStore().is_locked(tmp_path / "1.json")
+    assert (tmp_path / "1.json").read_bytes() == b"{}"
+
+
+def test_a_copy_that_fails_where_there_are_no_hard_links_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "no space")
+
+    put(at(tmp_path) / "made", b"content")
+    monkeypatch.setattr(disk.os, "link", no_links)
+    monkeypatch.setattr(disk.os, "fsync", full)
+    with pytest.raises(OSError, match="no space"):
+        disk._link(tmp_path / "made", tmp_path / "final")
+    assert [path.name for path in tmp_path.iterdir()] == ["made"]
+
+
 def test_a_folder_never_takes_the_name_of_a_file(store_root: Location) -> None:
     put(store_root / "folder" / "a", b"new")
     put(store_root / "file", b"old")

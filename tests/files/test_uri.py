@@ -55,3 +55,17 @@ def test_a_scheme_without_its_package_is_refused_with_the_line_of_pip(
 def test_users_and_passwords_of_uris_are_masked() -> None:
     text = "to http://me:pass@host:5000/a and s3://key:se@cret@bucket/x, not to me@host or https://host/a@b"
     assert masked(text) == "to http://***@host:5000/a and s3://***@bucket/x, not to me@host or https://host/a@b"
+
+
+def test_a_password_may_contain_slashes_and_a_name_may_contain_an_at_sign(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uri, "find_spec", lambda name: object())
+    assert masked("s3://AKIA:wJ/K7@bucket/run") == "s3://***@bucket/run"
+    assert "a user or a password" in wrong_uri("s3://AKIA:wJ/K7@bucket/run")[0]
+    for text in ("s3://bucket/a@b", "s3://bucket/a:b@c"):
+        assert masked(text) == text
+
+
+def test_the_case_of_a_scheme_hides_no_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uri, "find_spec", lambda name: None)
+    assert uri.missing_package("S3://b/n") == uri.missing_package("s3://b/n")
+    assert uri.with_both_slashes("S3:/b") == "s3://b"

@@ -54,6 +54,14 @@ class MemoryStore:
                 found[rest[0]] = len(content) if len(rest) == 1 else None
         return found
 
+    def walk(self, folder: PurePath) -> dict[str, int]:
+        """Return the name, in the folder, of every file below it, with its size."""
+        return {str(path.relative_to(folder)): len(self.files[path]) for path in self._below(folder)}
+
+    def folder(self, path: PurePath) -> PurePath:
+        """Return where the files of a folder are."""
+        return path
+
     def publish(self, made: PurePath, path: PurePath, *, replace: bool = False) -> None:
         """Give a file, or everything in a folder, another name."""
         moved = self._below(made)

@@ -19,15 +19,7 @@ from megapar.checkpoints.ownership.data_history import (
     positions,
     sampling_phases,
 )
-from megapar.checkpoints.ownership.identity import (
-    HELDOUT_ORDER,
-    RECORD,
-    Identity,
-    changes,
-    flags_of,
-    made_by,
-    refused,
-)
+from megapar.checkpoints.ownership.identity import HELDOUT_ORDER, RECORD, Identity, changes, flags_of, made_by, refused
 from megapar.checkpoints.ownership.scalars import Loaded
 from megapar.core.comm import json_messages as messages
 from megapar.core.comm.world import World

@@ -20,13 +20,7 @@ import megapar
 from megapar.arguments import FLAGS, Config
 from megapar.checkpoints.format.names import stored_scalars
 from megapar.checkpoints.ownership.data_facts import DataFacts
-from megapar.checkpoints.ownership.data_history import (
-    DataPhase,
-    DataPlan,
-    off_plan,
-    past_differences,
-    planned_data,
-)
+from megapar.checkpoints.ownership.data_history import DataPhase, DataPlan, off_plan, past_differences, planned_data
 from megapar.core.optimizer.states import states_of
 from megapar.data.sampling.skipping import effective, merged, parse_range, sample_at
 from megapar.data.tokenizers.ids import Facts, known_facts, same_ids

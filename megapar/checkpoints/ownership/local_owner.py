@@ -105,7 +105,10 @@ class LocalOwner:
                 remove_job(job)
 
     def _is_idle(self, job: Path) -> bool:
-        names = sorted(str(path.relative_to(job)) for path in job.rglob("*"))
+        try:
+            names = sorted(str(path.relative_to(job)) for path in job.rglob("*"))
+        except FileNotFoundError:  # another rank removes it
+            return False
         since, before = self._watched.get(job, (self._clock(), names))
         if names != before:
             since = self._clock()

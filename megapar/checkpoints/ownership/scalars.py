@@ -42,7 +42,7 @@ def _count(value: Any, most: int = MAX_INT) -> bool:
 
 
 def _number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return _signed(value) or (isinstance(value, float) and math.isfinite(value))
 
 
 def _signed(value: Any) -> bool:

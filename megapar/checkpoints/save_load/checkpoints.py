@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megapar.checkpoints.format.faults import suspects
+from megapar.checkpoints.format.names import iteration_name
 from megapar.checkpoints.ownership.owner import Owner, acquire_for_all_ranks
 from megapar.checkpoints.ownership.scalars import (
     NAMES,
@@ -159,8 +159,7 @@ class Checkpoints:
         if not options.load:
             return None
         root = at(options.load)
-        named = options.ckpt_step is not None and self.agree(sorted(suspects(root)))
-        if self._loads_what_it_saves and not self._candidates(root)[0] and not named:
+        if self._loads_what_it_saves and options.ckpt_step is None and not any(self._candidates(root)):
             return None  # scripts usually pass one folder for both, and their first run starts from scratch
         return ResumeSource(root, same_job=False)
 
@@ -193,6 +192,12 @@ class Checkpoints:
         if folder is not None and in_root and loaded is not None and loaded.scalars:
             lineage = names_on_lineage(folder.name if folder.name in names else "", loaded.scalars, names)
         self.lineage.begin(names, self.agree(sorted(lineage)))
+
+    def names_so_far(self) -> list[str]:
+        """Return the names on the lineage, with those that the newest save has or will get. Complete on rank 0."""
+        epochs = {0, 0 if self.owner is None else self.owner.epoch}
+        newest = {iteration_name(self._saved_at, epoch) for epoch in epochs} if self._saved_at > 0 else set()
+        return sorted({*self.lineage.agreed, *(newest - set(self.lineage.others))})
 
     @property
     def _loads_what_it_saves(self) -> bool:
@@ -293,7 +298,7 @@ class Checkpoints:
             return [[path.name for path in candidates], problem]
 
         names, problem = self.on_rank_0(read)
-        limit = self.limits.get(root)
+        limit = self.limits.get(root.resolve())
         paths = [root / name for name in names]
         return [folder for folder in paths if limit is None or limit.allows(folder)], problem
 

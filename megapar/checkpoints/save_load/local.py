@@ -125,7 +125,8 @@ class LocalCheckpoints:
             state: Tensor name to shard, or the error because of which this rank has no state.
             scalars: JSON values by name.
         """
-        self._owner.remove_orphans()
+        with suppress(OSError):  # the root is gone, or another rank removes the same job; the others wait below
+            self._owner.remove_orphans()
         folder = self.folder / f"iter_{iteration:07d}"
         failure: OSError | None = None
         try:
@@ -141,11 +142,17 @@ class LocalCheckpoints:
                 self._swap(folder / name_of(self._rank), folder / name_of(source), to, source)
         complete = host_messages.true_for_all(failure is None, self._group)
         # A checkpoint that lacks one rank's part is useless: remove that one and keep the older ones.
-        useless = sorted(self.folder.glob("iter_*"))[:-KEPT] if complete else [folder]
+        useless = self._useless(iteration) if complete else [folder]
         for old in useless:
             _remove_files(old, [self._rank] + ([self._neighbour[1]] if self._neighbour else []))
         if failure is not None:
             raise failure
+
+    def _useless(self, newest: int) -> list[Path]:
+        """Return all but the last KEPT up to ``newest``, and later ones, from which this start went back."""
+        paths = sorted(self._iterations().items())
+        until = [path for iteration, path in paths if iteration <= newest]
+        return [*until[:-KEPT], *(path for iteration, path in paths if iteration > newest)]
 
     def _write(self, folder: Path, iteration: int, state: Mapping[str, Shard], scalars: Facts) -> None:
         plans = [TensorPlan(name, shard.tensor.dtype, tuple(shard.tensor.shape)) for name, shard in state.items()]

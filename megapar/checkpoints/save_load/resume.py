@@ -67,7 +67,9 @@ def resume(
 
     if local is not None and local_saves is not None:
         # A newer sound checkpoint on disk takes precedence.
-        newer = source is not None and checkpoints.saves_into(source)
+        # --ckpt-step and --finetune go back from what an earlier launch saved there.
+        goes_back = not same_job and (config.checkpoint.ckpt_step is not None or config.checkpoint.finetune)
+        newer = source is not None and checkpoints.saves_into(source) and not goes_back
         loaded = checkpoints.load_newer(read, source, local.iteration) if source is not None and newer else None
         if loaded is None:
             name = at(f"local checkpoint {local.iteration}")
@@ -135,7 +137,7 @@ class FaultRecovery:
         fault, other = self._recorded(self._save, self._local_saves), self._recorded(self._elsewhere, None)
         limits = self._checkpoints.limits
         if other is not None and self._elsewhere is not None:  # the run of that folder sets them aside when it resumes
-            limits[self._elsewhere] = ResumeLimit(other.limit, frozenset(other.others))
+            limits[self._elsewhere.resolve()] = ResumeLimit(other.limit, frozenset(other.others))
             self.notes.append(f"WARNING: {self._elsewhere}: {other}. Only older checkpoints are taken")
         if fault is not None:
             local, start_is_right = min(local, fault.limit), fault.limit >= fault.began
@@ -146,7 +148,7 @@ class FaultRecovery:
         remaining = [0] if has_local else []
         if self._save is not None:
             others = frozenset(fault.others if fault is not None else ())
-            limits[self._save] = ResumeLimit(local, others)
+            limits[self._save.resolve()] = ResumeLimit(local, others)
             suspect = self._checkpoints.on_rank_0(lambda: self._set_aside(fault))
             every = folders.every_checkpoint(self._save).items()
             remaining += self._checkpoints.agree(

@@ -86,7 +86,7 @@ def _moved(folder: Location, stem: str) -> Location:
     store = folder.store
     if not isinstance(store, BucketStore) or store.folder(folder.path) != folder.path:
         return folder.publish_beside(stem)
-    aside, names = _aside(folder), [name for name, size in folder.list().items() if size is not None]
+    aside, names = _aside(folder), list(store.walk(folder.path))
     for name in names:
         copy(folder / name, aside / name)
     moved = aside.publish_beside(stem)
@@ -110,7 +110,7 @@ def load_stored_tokenizer(root: Place) -> Tokenizer | None:
     if not (folder / FACTS).is_file():
         return None
     try:
-        with read_locally(folder) as path:
+        with read_locally(folder, below=True) as path:
             return load_tokenizer(path)
     except DataError as error:
         raise CheckpointError(f"{folder}, which contains the run's tokenizer, is damaged: {error}") from error

@@ -12,6 +12,8 @@ from pathlib import Path
 from megapar.files.disk import put, remove, rename, sync, sync_tree
 from megapar.files.location import Location, Place, at, copy
 
+UNFINISHED = ".unfinished"
+
 
 @contextmanager
 def written_aside(folder: Place, replaced: Callable[[str], bool], last: str) -> Iterator[Path]:
@@ -33,10 +35,10 @@ def written_aside(folder: Place, replaced: Callable[[str], bool], last: str) -> 
             _copied(Path(made), at(folder), replaced, last)
         return
     folder = Path(os.path.realpath(path))
-    aside = None if _must_stay(folder) else _try_to_make(folder.with_name(f".{folder.name}.unfinished"))
+    aside = None if _must_stay(folder) else _try_to_make(folder.with_name(f".{folder.name}{UNFINISHED}"))
     inside = aside is None
     if aside is None:
-        aside = folder / ".unfinished"
+        aside = folder / UNFINISHED
         remove(aside)
         aside.mkdir(parents=True)
     try:
@@ -47,7 +49,7 @@ def written_aside(folder: Place, replaced: Callable[[str], bool], last: str) -> 
         if folder.is_dir():
             shutil.copystat(folder, aside)
             for old in folder.iterdir():
-                if not replaced(old.name) and not (aside / old.name).exists():
+                if old.name != UNFINISHED and not replaced(old.name) and not (aside / old.name).exists():
                     _link(old, aside / old.name)
         put(aside, folder)
     finally:
@@ -58,7 +60,7 @@ def _must_stay(folder: Path) -> bool:
     """Return True if the path exists but cannot be exchanged for another folder."""
     if not folder.is_dir():
         return os.path.lexists(folder)
-    folders = any(path.is_dir() and not path.is_symlink() and path.name != ".unfinished" for path in folder.iterdir())
+    folders = any(path.is_dir() and not path.is_symlink() and path.name != UNFINISHED for path in folder.iterdir())
     return folders or os.path.ismount(folder) or Path.cwd().is_relative_to(folder)
 
 
@@ -81,7 +83,7 @@ def _link(old: Path, new: Path) -> None:
 
 def _copied(made: Path, folder: Location, replaced: Callable[[str], bool], last: str) -> None:
     """Write the files to a store that is not a disk, each in one step, and remove old ones, ``last`` first."""
-    names = {path.name for path in made.iterdir()}
+    names = {path.relative_to(made).as_posix() for path in made.rglob("*") if path.is_file()}
     (folder / last).remove()
     for name in sorted(names, key=lambda name: (name == last, name)):
         copy(made / name, folder / name)
@@ -94,7 +96,7 @@ def _one_by_one(aside: Path, folder: Path, replaced: Callable[[str], bool], last
     sync_tree(aside)
     names = {path.name for path in aside.iterdir()}
     for name in sorted(names, key=lambda name: (name == last, name)):
-        rename(aside / name, folder / name)
+        (put if (aside / name).is_dir() else rename)(aside / name, folder / name)
     for old in folder.iterdir():
         if replaced(old.name) and old.name not in names:
             remove(old)

@@ -233,6 +233,7 @@ def test_another_tokenizer_is_refused_and_the_kept_one_is_taken(runs: Runs, told
     line = [one for one in line if one != str(runs.root)]
     again = parse("moe", [*line, "--save", str(runs.root)], {"TORCHELASTIC_RESTART_COUNT": "1"})
     assert again.data.tokenizer_model == str(kept)
+    assert again.model.vocab_size == runs.identity(2)["flags"]["vocab_size"]
     assert parse("moe", [*line, "--save", str(runs.root)], {}).data.tokenizer_model is None
     moved = kept.rename(runs.folder / "moved")
     with pytest.raises(ConfigError, match=r"checkpoint-tokenizer.*of another tokenizer"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -11,7 +12,9 @@ import pytest
 from megapar.checkpoints.format.faults import RECORD
 from megapar.checkpoints.ownership.scalars import NAMES, Lineage, names_on_lineage
 from megapar.checkpoints.save_load import folder as folders
+from megapar.checkpoints.save_load.checkpoints import Checkpoints
 from megapar.checkpoints.save_load.local_saves import LocalSaves
+from megapar.checkpoints.save_load.resume import FaultRecovery
 from megapar.errors import CheckpointError, UnverifiedError
 from tests.support.damage import flip_bit, reseal
 from tests.support.here import losses, run_here
@@ -152,3 +155,44 @@ def test_memory_that_cannot_be_written_is_told_and_the_run_goes_on(tmp_path: Pat
     (line,) = [line for line in told if "no local checkpoints" in line]
     assert line.startswith("WARNING: no local checkpoints: ")
     assert "--local-checkpoint-dir" in line
+
+
+@pytest.mark.parametrize("back", [("--ckpt-step", "2"), ("--finetune",)])
+def test_a_restart_from_memory_stays_on_the_line_that_it_went_back_to(
+    back: tuple[str, ...], tmp_path: Path, told: list[str]
+) -> None:
+    root, local = tmp_path / "c", ("--local-checkpoint-interval", "1", "--local-checkpoint-dir", str(tmp_path / "m"))
+    line = ("--load", str(root), *back, *local, "--save-interval", "100")
+    run_here(root, **JOB_B)
+    killed = (
+        patch.multiple(LocalSaves, remove=LocalSaves.join_save),
+        patch.object(Checkpoints, "save", lambda *_, **__: None),
+    )
+    with killed[0], killed[1]:
+        run_here(root, *line, "--exit-interval", "4", **JOB_A)
+    told.clear()
+    assert min(losses(run_here(root, *line, **RESTART))) == 4
+    assert "taking the local checkpoint of iteration 3" in told
+
+
+def test_a_checkpoint_before_one_in_memory_is_of_its_line(tmp_path: Path) -> None:
+    root, local = tmp_path / "c", ("--local-checkpoint-interval", "1", "--local-checkpoint-dir", str(tmp_path / "m"))
+    save = ("--save-interval", "2", "--no-async-save", *local)
+    saved = Checkpoints.save
+
+    def until_2(self: Checkpoints, iteration: int, scalars: dict[str, Any], *, final: bool) -> None:
+        if iteration <= 2:
+            saved(self, iteration, scalars, final=final)
+
+    with patch.object(LocalSaves, "remove", LocalSaves.join_save), patch.object(Checkpoints, "save", until_2):
+        run_here(root, *save, "--exit-interval", "4", **JOB_A)
+    assert min(losses(run_here(root, *save, "--keep", "1", **RESTART))) == 4
+    assert names(root) == ["6"]
+
+
+def test_a_limit_holds_for_a_folder_however_it_is_spelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_here(tmp_path / "c", "--exit-interval", "4")
+    monkeypatch.setattr(FaultRecovery, "_local_limit", lambda self: (3, True))
+    monkeypatch.setattr(FaultRecovery, "_set_aside", lambda self, fault: [])
+    assert min(losses(run_here(Path("c"), "--load", str(tmp_path / "c")))) == 3

@@ -49,6 +49,8 @@ def test_what_runs_write_is_taken() -> None:
         ({"consumed_samples": -5}, "consumed_samples is -5, where a whole number from 0 on"),
         ({"dropout_seed": float("inf")}, "dropout_seed is inf"),
         ({"dropout_seed": 10**400}, "a number of about 401 digits"),
+        ({"schedule": {"lr": 10**400}}, "schedule is"),
+        ({"spikes": {"losses": [10**400], "norms": []}}, "spikes.losses is"),
         ({"iteration": 3}, "iteration is 3, and the folder is that of iteration 2"),
         ({"iteration": True}, "iteration is True"),
         ({"iteration": 2.0}, "iteration is 2.0"),

@@ -377,3 +377,15 @@ def test_the_last_line_of_a_run_that_was_stopped_says_how_to_go_on(tmp_path: Pat
     told.clear()
     assert run_here(root, "--load", str(root)).iteration == 6
     assert told[-1].startswith("checkpoint: ")  # it came to its end
+
+
+def test_a_step_that_is_named_must_be_there(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no checkpoint of iteration 4"):
+        run_here(tmp_path, "--load", str(tmp_path), "--ckpt-step", "4")
+    assert not list(tmp_path.glob("iter_*"))
+
+
+def test_what_latest_names_must_be_there(tmp_path: Path) -> None:
+    (tmp_path / "latest").write_text("iter_0000002")
+    with pytest.raises(CheckpointError, match="iter_0000002"):
+        run_here(tmp_path, "--load", str(tmp_path))

@@ -177,3 +177,36 @@ def test_a_job_of_any_name_stays_in_its_folder(tmp_path: Path, job: str) -> None
 
 def test_a_job_keeps_the_folder_of_earlier_versions(tmp_path: Path) -> None:
     assert local_of(0, 1, tmp_path, job="run 7/b").folder.name == "run%207%2Fb"
+
+
+def test_checkpoints_of_a_later_start_do_not_displace_new_ones(tmp_path: Path) -> None:
+    """Nodes are lost, and the rest goes on from a disk, further back and as another grid."""
+    local = local_of(0, 1, tmp_path)
+    save_all(local, 0, 110, 120)
+    local.release()
+    local = local_of(0, 1, tmp_path, facts={**FACTS, "grid": {"mp": 1}})
+    save_all(local, 0, 60, 70, 80)
+    found = local.find()
+    assert found is not None
+    assert found.iteration == 80
+    assert sorted(path.name for path in local.folder.glob("iter_*")) == ["iter_0000070", "iter_0000080"]
+    save_all(local, 0, 9_999_990, 10_000_000, 10_000_010)
+    found = local.find()
+    assert found is not None
+    assert found.iteration == 10_000_010
+    local.release()
+
+
+def save_without_a_root(rank: int, world: int, root: Path) -> Any:
+    local = local_of(rank, world, root)
+    dist.barrier()
+    if rank == 1:
+        shutil.rmtree(root / "node1")
+    dist.barrier()
+    with contextlib.suppress(OSError):
+        local.save(5, state(rank, 5.0), {"iteration": 5})
+    return local.find()
+
+
+def test_a_folder_that_is_gone_leaves_nobody_waiting(tmp_path: Path) -> None:
+    assert run_ranks(2, save_without_a_root, tmp_path, timeout=60) == [None, None]

@@ -78,3 +78,24 @@ def test_where_the_parent_takes_no_folder(tmp_path: Path, monkeypatch: pytest.Mo
     write(tmp_path / "out", model="new", config_json="new")
     write(tmp_path / "out", config_json="newer")
     assert content(tmp_path / "out") == {"config.json": "newer"}
+
+
+def test_what_a_killed_export_left_is_no_part_of_the_next_one(tmp_path: Path) -> None:
+    (tmp_path / "out" / ".unfinished").mkdir(parents=True)
+    (tmp_path / "out" / ".unfinished" / "model-1").write_text("half")
+    write(tmp_path / "out", config_json="new")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["config.json"]
+
+
+def test_folders_in_a_folder_are_replaced_too(folder: Path) -> None:
+    for text in ("one", "two"):
+        with written_aside(folder, lambda name: False, "config.json") as aside:
+            (aside / "templates").mkdir()
+            (aside / "templates" / "a").write_text(text)
+            (aside / "config.json").write_text(text)
+        assert (folder / "templates" / "a").read_text() == text
+    stored = in_memory() / "out"
+    with written_aside(stored, lambda name: False, "config.json") as aside:
+        (aside / "templates").mkdir()
+        (aside / "templates" / "a").write_text("one")
+    assert (stored / "templates" / "a").content() == b"one"
