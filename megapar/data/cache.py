@@ -48,7 +48,7 @@ def hash_parts(*parts: str | bytes) -> str:
     """Return the first 32 hexadecimal digits of SHA-256 over the parts, each preceded by its length."""
     state = hashlib.sha256()
     for part in parts:
-        data = part.encode() if isinstance(part, str) else part
+        data = part.encode("utf-8", "surrogateescape") if isinstance(part, str) else part
         state.update(len(data).to_bytes(8, "little") + data)
     return state.hexdigest()[:32]
 

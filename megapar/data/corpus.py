@@ -31,7 +31,7 @@ from megapar.data.tokens.split import Split, TrainHeldout
 from megapar.data.tokens.store import StoreBlend
 from megapar.data.tokens.token_cache import TokenCache
 from megapar.errors import ConfigError, DataError
-from megapar.files.data_files import AUTO, FIELD, LONGEST_LINE, PARAGRAPH, ROW
+from megapar.files.data_files import AUTO, FIELD, LONGEST_LINE, PARAGRAPH, ROW, checked_text
 from megapar.files.tokenizer_files import too_large
 
 ERNIE = "ernie"
@@ -69,9 +69,10 @@ class Corpus(MadeSamples):
             for store in () if blend is None else blend.stores:
                 for file in store.files:
                     file.check()
-        for source in () if self.conversations is None else self.conversations.train.sources:
-            for file in source.store.dataset.files:
-                file.check()
+        for packed in () if self.conversations is None else (self.conversations.train, self.conversations.heldout):
+            for source in () if packed is None else packed.sources:
+                for file in source.store.dataset.files:
+                    file.check()
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -294,10 +295,11 @@ def _streamed(
     else:
         rows = open_dataset(name, field=field)
         first = maker.split.cuts(len(rows))[0]
-        documents = (rows[i][field] for i in range(first))
+        documents = ((i, rows[i][field]) for i in range(first))
         read_as = () if field == FIELD else (field,)
-        texts = (text for text in documents if text)
-        tokenizer, _ = _trained(texts, vocab_size, name, status, str(rows._fingerprint), *read_as)
+        texts = (checked_text(text, {field: text}, f"{name}, row {i}", field) for i, text in documents if text)
+        key = (str(rows._fingerprint), repr(maker.split.train), *read_as)
+        tokenizer, _ = _trained(texts, vocab_size, name, status, *key)
     _check_size(tokenizer, tokenizer_model, vocab_size)
     return _corpus(maker.streamed(name, field, tokenizer), tokenizer, vocab_size, maker.collate)
 

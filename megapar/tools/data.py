@@ -57,7 +57,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _inputs(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--input", nargs="+", default=[], metavar="PATH", help="text, JSONL, parquet files or folders")
+    parser.add_argument(
+        "--input", nargs="+", action="extend", default=[], metavar="PATH", help="text, JSONL, parquet files or folders"
+    )
     parser.add_argument("--hf-dataset", metavar="PATH", help="a datasets source on this machine")
     parser.add_argument("--hf-split", default="train", help="split of the datasets source (default: train)")
     parser.add_argument("--field", default="text", help="JSONL field or column of the document (default: text)")
@@ -180,12 +182,13 @@ def _train(args: argparse.Namespace) -> int:
     output = Path(args.output)
     if output.is_dir():
         raise DataError(f"--output {output} is a folder; pass a file, such as {output / 'tokenizer.model'}")
-    if output.exists() and (
-        not args.overwrite or any(output.samefile(one) for one in args.input if Path(one).exists())
-    ):
+    if output.exists() and not args.overwrite:
         raise DataError(f"--output {output} already exists; pass another file, or --overwrite to replace an old model")
     bad, numbers = BadRecords(stops=args.on_bad_record == "stop"), LineNumbers()
     chunks = input_chunks(args.input, args.hf_dataset, args.hf_split, args.field, _report, per=args.document_per)
+    read = {chunk.path for chunk in chunks if chunk.kind != "rows" and chunk.head is None}
+    if output.exists() and any(output.samefile(one) for one in read):
+        raise DataError(f"--output {output} already exists, and is one of the inputs; pass another file")
     with StatusLine.on(sys.stderr) as status:
         status(f"training a tokenizer of {args.vocab_size:,} ids", 0, 0, "")
         model = train((text for chunk in chunks for text in chunk.documents(bad, numbers)), args.vocab_size)

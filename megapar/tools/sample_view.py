@@ -16,7 +16,7 @@ from megapar.config.run import SFT
 from megapar.config.values import BadValue, convert
 from megapar.errors import DataError, MegaparError
 from megapar.files.conversation import conversation_of
-from megapar.files.data_files import first_line
+from megapar.files.data_files import blend_of, first_line, split_name
 from megapar.files.disk import write_file
 from megapar.schema.flag import Flag
 
@@ -119,9 +119,11 @@ def chat_options(args: argparse.Namespace) -> ChatOptions:
 
 def _of_conversations(path: str) -> bool:
     """Return True for prepared conversations, and for JSONL whose first record is one."""
+    from megapar.data.tokens.indexed import without_suffix
     from megapar.data.tokens.prepared import CHAT
 
-    if Path(f"{path}{CHAT}").is_file():
+    path = split_name(path)[1]
+    if Path(f"{without_suffix(path)}{CHAT}").is_file():
         return True
     try:
         conversation_of(first_line(Path(path), _LONGEST_RECORD)[1])
@@ -139,6 +141,10 @@ def show(args: argparse.Namespace) -> int:
         raise DataError("samples are numbered from 0")
     if args.tokenizer_model is None:
         raise DataError("--tokenizer-model is needed: a file or a folder")
+    try:
+        blend_of(args.paths)
+    except ValueError as error:
+        raise DataError(f"{' '.join(args.paths)}: {error}") from error
     task = args.task or (SFT if any(map(_of_conversations, args.paths)) else "")
     run = {"data_path": args.paths, "eval_data_path": (), "vocab_size": load_tokenizer(args.tokenizer_model).size}
     run |= {name: getattr(args, name) for name in ("tokenizer_model", "split", "seq_length", "seed")}

@@ -216,3 +216,9 @@ def test_an_empty_hash_makes_no_two_files_alike(fresh_cache: Path, tmp_path: Pat
     for entry in (fresh_cache / "hashes").iterdir():
         entry.write_text("")
     assert [cached_value(path, path.read_text) for path in (one, other)] == ["1", "2"]
+
+
+def test_a_file_may_have_a_name_that_is_not_unicode(tmp_path: Path) -> None:
+    path = tmp_path / os.fsdecode(b"caf\xe9.txt")
+    path.write_text("a")
+    assert cached_value(path, lambda: "v") == "v"

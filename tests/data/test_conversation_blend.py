@@ -155,6 +155,21 @@ def test_prepared_conversations_give_the_same_samples(tokenizer: str, data: str,
     assert made.chat_facts()["packs"] == again.chat_facts()["packs"]
 
 
+def test_held_out_conversations_that_were_overwritten_are_found(tokenizer: str, data: str, tmp_path: Path) -> None:
+    from megapar.data.chat.chat_encoder import chat_tokenizer
+    from megapar.data.tokenizers.load import load_tokenizer
+
+    settings = ChatOptions(day=DAY).settings(chat_tokenizer(load_tokenizer(tokenizer)))
+    prefix = str(tmp_path / "chat")
+    prepare(prefix, [data], tokenizer, workers=1, chat=settings)
+    made = corpus(tokenizer, data, eval_data_path=[prefix])
+    made.check_files()
+    with Path(f"{prefix}.bin").open("ab") as file:
+        file.write(b"more")
+    with pytest.raises(DataError, match="was overwritten"):
+        made.check_files()
+
+
 def test_text_is_not_taken_for_conversations(tokenizer: str, data: str, tmp_path: Path) -> None:
     prefix = str(tmp_path / "text")
     (tmp_path / "text.jsonl").write_text('{"text": "a river"}\n')

@@ -236,3 +236,19 @@ def test_heldout_samples_are_the_same_for_every_seed(kind: str, small_jsonl: Pat
         first, second = one.heldout[number], other.heldout[number]
         assert {name: value.tolist() for name, value in first.items()} == {n: v.tolist() for n, v in second.items()}
     assert any(one.train[number]["tokens"].tolist() != other.train[number]["tokens"].tolist() for number in range(4))
+
+
+def test_the_tokenizer_of_a_stream_is_that_of_its_training_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    texts = [f"fox number {n}" for n in range(300)] + [f"quite another dog {n}" for n in range(300)]
+    datasets.Dataset.from_dict({"text": texts, "n": list(range(600))}).save_to_disk(str(tmp_path / "rows"))
+    found = []
+    for home, split in (("one", "50,50"), ("one", "95,5"), ("two", "95,5")):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / home))
+        corpus = build("moe", hf_dataset=str(tmp_path / "rows"), split=split, **SMALL)
+        found.append(corpus.tokenizer.fingerprint())
+    assert found[0] != found[1] == found[2]
+    with pytest.raises(DataError, match="row 1: field 'n' is of type int"):
+        build("moe", hf_dataset=str(tmp_path / "rows"), text=TextOptions(field="n"), **SMALL)

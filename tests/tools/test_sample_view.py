@@ -57,6 +57,21 @@ def test_a_sample_of_conversations(files: list[str], tmp_path: Path, capsys: pyt
     assert "A river&lt;|im_end|&gt;</b>" in target.read_text()
 
 
+def test_prepared_conversations_are_shown_however_they_are_named(
+    files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, (data, *tokenizer) = str(tmp_path / "ch"), files
+    assert main(["data", "prepare", data, *tokenizer, "--output", out, "--task", "sft", "--workers", "1"]) == 0
+    line = ["--seq-length", "99", "--split", "100,0", *tokenizer]
+    shown = []
+    for name in (out, f"{out}.bin", f"{out}.idx", f"a={out}"):
+        capsys.readouterr()
+        assert main(["data", "show", name, *line]) == 0
+        shown.append(capsys.readouterr().out.partition(": ")[2])
+    assert len(set(shown)) == 1
+    assert "learned tokens" in shown[0]
+
+
 def test_text_is_shown_as_a_run_reads_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"A river {n}."}) + "\n" for n in range(9)))
     model = tmp_path / "t.model"

@@ -40,7 +40,7 @@ class Lexicon:
         texts: list[str] = []
         for path in paths:
             try:
-                lines = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]
+                lines = [line.strip() for line in Path(path).read_text(encoding="utf-8").split("\n")]
             except (OSError, UnicodeDecodeError) as error:
                 raise DataError(f"{path} cannot be read: {error}") from error
             if not any(lines):
@@ -148,7 +148,7 @@ class KnowledgeText:
 def read_triples(path: str | Path, tokenizer: Tokenizer, split: Split) -> TrainHeldout[Triples]:
     """Read tab-separated HEAD, RELATION, TAIL, SENTENCE, split by hash as documents. Raises DataError with the line."""
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8").split("\n")  # text may contain other separators
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
     rows: list[list[str]] = []

@@ -444,11 +444,19 @@ _ROW_READERS: dict[str, Callable[[TextChunk], Iterator[tuple[str, dict[str, Any]
 
 
 def describe(chunks: Sequence[TextChunk]) -> list[list[Any]]:
-    """Return everything that decides the content of the chunks: paths, ranges, and size and mtime or ETag of each."""
-    described = []
+    """Return everything that decides the content of the chunks: paths, ranges, and size and mtime or ETag of each.
+
+    Of a dataset it is the fingerprint, with which its folder is read.
+    """
+    described, fingerprints = [], dict[str, str]()
     for chunk in chunks:
         path = Path(chunk.path.split("\0")[0])
         status = path.stat() if path.is_file() else None
         stamp = [*(chunk.head or ()), *([status.st_size, status.st_mtime_ns] if status else [])]
+        if chunk.kind == "rows":
+            if chunk.path not in fingerprints:
+                name, part = chunk.path.split("\0")
+                fingerprints[chunk.path] = str(open_dataset(name, part, chunk.field)._fingerprint)
+            stamp = [fingerprints[chunk.path]]
         described.append([chunk.kind, chunk.path, chunk.first, chunk.last, chunk.field, *stamp])
     return described

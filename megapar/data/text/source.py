@@ -164,7 +164,7 @@ class FileSource:
         seen = blank = False
         with opened(self.path, 0) as file:
             for _, line in numbered_lines(file):
-                if line is None or line.strip():
+                if line is None or not _is_blank(line):
                     if blank:
                         return True
                     seen = True
@@ -327,3 +327,9 @@ def _check_first_record(source: TextSource) -> None:
 def sources_hash(sources: Sequence[TextSource]) -> str:
     """Return one hash of the content of all sources, in order."""
     return hash_parts(*(source.content_hash() for source in sources))
+
+
+def _is_blank(line: bytes) -> bool:
+    """Return True for a line of white space, also of Unicode's, as ``chunks`` splits documents."""
+    rest = line.strip()
+    return not rest or (rest[0] >= 0x80 and not rest.decode("utf-8", "replace").strip())

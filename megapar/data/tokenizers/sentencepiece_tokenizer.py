@@ -16,7 +16,7 @@ from megapar.errors import DataError
 
 SPACE = "▁"
 NEWLINE = "\n"
-TRAINING_VERSION = 1
+TRAINING_VERSION = 2
 """Increased whenever ``train`` makes another model from the same texts."""
 
 TRAINING_CHARACTERS = 6_000_000  # more text changes a vocabulary little and costs seconds
@@ -219,8 +219,9 @@ class _Limited:
     def __iter__(self) -> Iterator[str]:
         try:
             for text in self._texts:
-                yield _without_repetition(text)
-                self.characters += len(text)
+                kept = _without_repetition(text)
+                yield kept
+                self.characters += len(kept)
                 if self.characters >= TRAINING_CHARACTERS:
                     return
         except Exception as error:

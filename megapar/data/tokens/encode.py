@@ -63,12 +63,7 @@ class Encoding:
 
     @classmethod
     def of(
-        cls,
-        tokenizer: Tokenizer,
-        *,
-        append_end: bool = True,
-        skip_bad: bool = False,
-        chat: ChatSettings | None = None,
+        cls, tokenizer: Tokenizer, *, append_end: bool = True, skip_bad: bool = False, chat: ChatSettings | None = None
     ) -> Encoding:
         """Return the settings for a tokenizer. Raises DataError if ``append_end`` but it has no end token.
 
@@ -109,14 +104,7 @@ class EncodeJob:
         return hash_parts(json.dumps(parts))
 
 
-def encode(
-    job: EncodeJob,
-    tokenizer: Tokenizer,
-    *,
-    workers: int,
-    keep_parts: bool,
-    status: Status = silent,
-) -> Encoded:
+def encode(job: EncodeJob, tokenizer: Tokenizer, *, workers: int, keep_parts: bool, status: Status = silent) -> Encoded:
     """Write PREFIX.bin and PREFIX.idx, one sequence per document, and what belongs to them (see prepared.py).
 
     Memory is bounded by the number of workers and the longest document, not by the input. Raises DataError if an input

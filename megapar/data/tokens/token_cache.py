@@ -43,7 +43,7 @@ from megapar.files.data_object import at_once
 from megapar.health.stop.parent import die_with_parent
 from megapar.health.stop.process import cores
 
-VERSION = 2
+VERSION = 3
 """Increased whenever the files written here change, so that no older cache entry is read."""
 
 PARALLEL_BYTES = 32 << 20

@@ -206,6 +206,12 @@ def test_triples_are_read_and_held_out(tmp_path: Path) -> None:
         read_triples(path, TOKENIZER, Split.parse("80,20"))
 
 
+def test_a_line_ends_at_a_line_feed_alone(tmp_path: Path) -> None:
+    path = tmp_path / "triples.tsv"
+    path.write_text("t10\tt11\tt12\tt20 \u2028t21\nt10\tt11\tt12\tt20 t22\n", encoding="utf-8")
+    assert len(read_triples(path, TOKENIZER, Split.parse("100,0")).train) == 2
+
+
 def test_pieces_are_cut_evenly_at_words() -> None:
     words = np.array([True, False, True, True, False, False, True, False])
     assert [(s.start, s.stop) for s in cut_evenly(words, 3)] == [(0, 2), (2, 6), (6, 8)]

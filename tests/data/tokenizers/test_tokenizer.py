@@ -16,7 +16,13 @@ from transformers import AutoTokenizer, BertTokenizerFast
 from megapar.data import Corpus
 from megapar.data.text.source import all_documents, open_sources
 from megapar.data.tokenizers.load import load_tokenizer
-from megapar.data.tokenizers.sentencepiece_tokenizer import LONG_TEXT, SentencePieceTokenizer, _Limited, train
+from megapar.data.tokenizers.sentencepiece_tokenizer import (
+    LONG_TEXT,
+    TRAINING_CHARACTERS,
+    SentencePieceTokenizer,
+    _Limited,
+    train,
+)
 from megapar.data.tokenizers.tokenizer import MockTokenizer, Tokenizer
 from megapar.errors import DataError
 from tests.support.pace import usual_seconds
@@ -204,3 +210,8 @@ def test_a_long_text_that_does_not_is_trained_on_as_a_whole() -> None:
     text = "".join(f"line {number} of {number * number % 977}\n" for number in range(5000))
     assert len(text) > LONG_TEXT
     assert [*_Limited([text])] == [text]
+
+
+def test_one_long_repetition_leaves_room_for_other_texts() -> None:
+    big = "spam " * (TRAINING_CHARACTERS // 5 + 1)
+    assert len([*_Limited([big, "other text", "more"])]) == 3

@@ -405,3 +405,40 @@ def test_a_line_that_is_too_long_is_named_or_passed_over(
     assert straight.first == bad.first
     with pytest.raises(DataError, match=f"line {line}: .* split it into several"):
         list(itertools.chain.from_iterable(chunk.documents(BadRecords(stops=True)) for chunk in chunks))
+
+
+def test_a_dataset_that_was_saved_anew_is_read_anew(tmp_path: Path, model: str) -> None:
+    datasets = pytest.importorskip("datasets")
+    for animal, bad in (("fox", 8500), ("dog", -1)):
+        texts = [None if number == bad else f"{animal} {number}" for number in range(9000)]
+        datasets.Dataset.from_dict({"text": texts}).save_to_disk(str(tmp_path / animal))
+    (tmp_path / "rows").symlink_to("fox")
+    with pytest.raises(DataError, match="row 8500"):
+        prepare(str(tmp_path / "out"), [], model, workers=1, dataset=str(tmp_path / "rows"))
+    (tmp_path / "rows").unlink()
+    (tmp_path / "rows").symlink_to("dog")
+    prepare(str(tmp_path / "out"), [], model, workers=1, dataset=str(tmp_path / "rows"))
+    found = IndexedDataset(str(tmp_path / "out"))
+    tokenizer = load_tokenizer(model)
+    assert {tokenizer.decode(found[place].tolist())[:3] for place in (0, 4000, 8999)} == {"dog"}
+
+
+def test_paths_before_and_behind_the_flag_are_all_inputs(tmp_path: Path, model: str) -> None:
+    for name in "abc":
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": name}) + "\n")
+    paths, out = [str(tmp_path / f"{name}.jsonl") for name in "abc"], str(tmp_path / "out")
+    line = ["data", "prepare", paths[0], "--tokenizer-model", model, "--output", out]
+    assert main([*line, "--input", paths[1], "--input", paths[2], "--workers", "1"]) == 0
+    assert IndexedDataset(out).documents == 3
+
+
+def test_a_model_replaces_no_text_of_an_input_folder(
+    tmp_path: Path, small_jsonl: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in").mkdir()
+    text = small_jsonl.read_bytes()
+    (tmp_path / "in" / "c.jsonl").write_bytes(text)
+    line = ["data", "train-tokenizer", str(tmp_path / "in"), "--vocab-size", "200", "--overwrite"]
+    assert main([*line, "--output", str(tmp_path / "in" / "c.jsonl")]) == 2
+    assert "is one of the inputs" in capsys.readouterr().err
+    assert (tmp_path / "in" / "c.jsonl").read_bytes() == text
