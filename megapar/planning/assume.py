@@ -151,7 +151,7 @@ def assumed(words: Sequence[str]) -> Assumed:
 
 def _with(assumption: Assumed, name: str, value: str) -> Assumed:
     if name in FP8 and not value:
-        return replace(assumption, fp8=FP8[name])
+        return replace(assumption, fp8="all" if assumption.fp8 == "all" else FP8[name])
     if name in SWITCHES and not value:
         return replace(assumption, switches=assumption.switches | {name})
     if name == "operator-recompute":
@@ -159,7 +159,8 @@ def _with(assumption: Assumed, name: str, value: str) -> Assumed:
         wrong = [operator for operator, _, _ in parts if operator not in OPERATORS]
         if wrong:
             raise ValueError(f"{', '.join(wrong) or 'nothing'} is not one of {', '.join(OPERATORS)}")
-        return replace(assumption, operators=tuple((name, _layers(text) if at else None) for name, at, text in parts))
+        more = tuple((name, _layers(text) if at else None) for name, at, text in parts)
+        return replace(assumption, operators=assumption.operators + more)
     raise ValueError(f"choose one of {', '.join(NAMES)}")
 
 
@@ -170,6 +171,8 @@ def _layers(text: str) -> frozenset[int]:
         first, _, last = word.partition("-")
         if not first.isdigit() or not (last or first).isdigit():
             raise ValueError("layers are numbers and ranges, as in up@4-8,10")
+        if int(last or first) < int(first):
+            raise ValueError("a range of layers goes up, as in up@4-8")
         numbers.update(range(int(first), int(last or first) + 1))
     return frozenset(numbers)
 

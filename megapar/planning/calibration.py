@@ -88,9 +88,7 @@ class Calibration:
 
 
 # Kinds of device with a published run that plans are compared with (benchmarks/prediction): the shares are theirs.
-COMPARED = frozenset(
-    ("h100-80g", "h200-141g", "h800-80g", "b200-180g", "b300-288g", "gb200-186g", "gb300-288g"),
-)
+COMPARED = frozenset(("h100-80g", "h200-141g", "h800-80g", "b200-180g", "b300-288g", "gb200-186g", "gb300-288g"))
 
 
 @cache

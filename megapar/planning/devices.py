@@ -77,7 +77,8 @@ def check_host(config: Config, environ: Mapping[str, str]) -> str:
     ranks = range(first, first + int(environ.get("LOCAL_WORLD_SIZE") or 1))
     needed, available = sum(peaks[config.grid.coordinates(rank)["pp"]] for rank in ranks), memory_bytes()
     if runtime.memory_check and needed > ROOM * available:
-        raise _refusal(plan, needed, f"{len(ranks)} ranks here", available, "this machine")
+        share = Plan(config, replace(device_kind("cpu"), memory_bytes=available // len(ranks)))
+        raise _refusal(share, needed, f"{len(ranks)} ranks here", available, "this machine")
     remark = f"megapar: a step takes about {seconds / 60:,.0f} minutes on this CPU, by megapar plan\n"
     return remark if seconds / 60 > LONG_MINUTES and first == 0 == int(environ.get("LOCAL_RANK") or 0) else ""
 
@@ -126,7 +127,8 @@ def _refusal(plan: Plan, needed: float, ranks: str, available: float, where: str
         f"the run needs {needed / GIBIBYTE:,.0f} GiB for {ranks}, by megapar plan, and {where} has "
         f"{available / GIBIBYTE:,.0f} GiB."
     )
-    return ConfigError([Complaint("memory", message, f"{plan.advice()}. --no-memory-check starts it all the same.")])
+    advice = f"{found}. " if (found := plan.advice()) else ""
+    return ConfigError([Complaint("memory", message, f"{advice}--no-memory-check starts it all the same.")])
 
 
 def _parts(stage: StageMemory) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property, partial
 from typing import Any
@@ -28,7 +28,10 @@ from megapar.training.building.device_choices import with_figures
 SECONDS_PER_DAY = 86400
 MOST_DOUBLED = 10
 _AXES = ("dp", "pp", "sharding", "cp", "mp", "ep", "emp")
-_FULL = {"recompute_interval": 1, "recompute_granularity": "full"}
+_FULL = {
+    **{"recompute_interval": 1, "recompute_granularity": "full"},
+    **{"recompute_method": None, "recompute_num_layers": None},
+}
 _STAGE_2, _STAGE_3 = ({"sharding_stage": stage, "gradient_merge_mode": "micro_batch"} for stage in (2, 3))
 _SAVINGS: Mapping[str, Mapping[str, Any]] = {
     "--recompute-granularity selective": {"recompute_granularity": "selective"},
@@ -186,23 +189,32 @@ class Plan:
         worlds = [self.config.grid.world_size << doubled for doubled in range(1, MOST_DOUBLED + 1)]
         sharded = {**_FULL, **_STAGE_3}
         ways = {"--recompute-interval 1": _FULL, "--recompute-interval 1 --sharding-stage 3": sharded}
-        if mp := self._largest_mp(sharded, worlds[-1]):
+        if mp := self._largest_mp(sharded, worlds):
             text = f"--recompute-interval 1 --sharding-stage 3 --mp-degree {mp} --sequence-parallel"
             ways[text] = {**sharded, "mp_degree": mp, "sequence_parallel": True}
         options = []
         for text, flags in ways.items():
-            place = bisect_left(worlds, True, key=partial(self._fits_on, flags))
-            if place < len(worlds):
-                options.append((worlds[place], text))
+            legal = [ranks for ranks in worlds if widened(self.config, flags, ranks) is not None]
+            place = bisect_left(legal, True, key=partial(self._fits_on, flags))
+            if place < len(legal):
+                options.append((legal[place], self._worded(text)))
         return "{} ranks with {}".format(*min(options)) if options else ""
 
-    def _largest_mp(self, flags: Mapping[str, Any], ranks: int) -> int:
-        """Return the largest degree of mp inside a node that the rules accept; 0 if there is none.
+    def _worded(self, text: str) -> str:
+        """Return flags that have the effect of ``text`` behind the run's own."""
+        now, more = self.config.recompute, "--recompute-interval 1"
+        more += " --recompute-granularity full" * (now.recompute_granularity != "full")
+        more += " --recompute-method None --recompute-num-layers None" * (now.recompute_method is not None)
+        return text.replace("--recompute-interval 1", more)
+
+    def _largest_mp(self, flags: Mapping[str, Any], worlds: Sequence[int]) -> int:
+        """Return the largest degree of mp inside a node that the rules accept on some world; 0 if there is none.
 
         A node may have any number of devices, 72 in an NVL72, which rarely divides heads, widths and positions.
         """
-        for mp in reversed([degree for degree in divisors(ranks) if 1 < degree <= self.kind.node]):
-            if widened(self.config, {**flags, "mp_degree": mp, "sequence_parallel": True}, ranks) is not None:
+        for mp in reversed([degree for degree in divisors(worlds[-1]) if 1 < degree <= self.kind.node]):
+            more = {**flags, "mp_degree": mp, "sequence_parallel": True}
+            if any(widened(self.config, more, ranks) is not None for ranks in worlds):
                 return mp
         return 0
 
@@ -220,7 +232,7 @@ class Plan:
             config, new = changed(self.config, flags), differing(self.config, flags)
             if config is not None and new not in tried:
                 tried.append(new)
-                yield text, Plan(config, self.kind, self.run.assumed)
+                yield self._worded(text), Plan(config, self.kind, self.run.assumed)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the object that ``--json`` prints, in bytes, seconds and shares."""

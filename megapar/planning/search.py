@@ -96,18 +96,29 @@ class Result:
 
 
 class Search:
-    """A search, and the results of all candidates that it has tried."""
+    """A search, and the results of all candidates that it has tried.
 
-    def __init__(self, variations: Variations, scope: Scope, kind: DeviceKind, assumed: Assumed) -> None:
-        self.scope = scope
+    Attributes:
+        fixed: What the command line sets, which no candidate changes.
+    """
+
+    def __init__(
+        self,
+        variations: Variations,
+        scope: Scope,
+        kind: DeviceKind,
+        assumed: Assumed,
+        token_budget: float | None = None,
+    ) -> None:
+        self.scope, self._token_budget = scope, token_budget
         self.results: dict[Candidate, Result] = {}
         self._variations, self._kind, self._assumed, self._shared = variations, kind, assumed, Shared()
         fixed = {name: variations.fixed(name) for name in TRIED_FLAGS}
-        self._fixed = {name: value for name, value in fixed.items() if value is not MISSING}
+        self.fixed = {name: value for name, value in fixed.items() if value is not MISSING}
 
     def run(self) -> None:
         """Search. Without any layout to try, the flags of the command line alone are tried, for their reason."""
-        alone = [Candidate.of({"micro_batch_size": 1, **self._fixed})] if self._fixed else []
+        alone = [Candidate.of({"micro_batch_size": 1, **self.fixed})] if self.fixed else []
         timed = _fastest(self.result(candidate) for candidate in [*self.grid()] or alone)
         layouts = [result for result in timed if result.plan is not None]
         entries = self._entries(layouts, {}) + self._entries(layouts, {"sharding_stage": 3})
@@ -154,7 +165,7 @@ class Search:
             "ep_degree": scope.expert_degrees,
             "expert_mp_degree": (None, 1) if scope.sizes.routed_experts else (None,),
         }
-        choices = [(self._fixed[name],) if name in self._fixed else tried for name, tried in offered.items()]
+        choices = [(self.fixed[name],) if name in self.fixed else tried for name, tried in offered.items()]
         seen = set()
         for mp, pp, cp, ep, emp in product(*choices):
             data, rest = divmod(scope.world_size, mp * pp * cp)
@@ -164,7 +175,7 @@ class Search:
             values |= {"context_parallel_algo": GATHERED} if cp > 1 else {}
             values |= {"ep_degree": ep} if ep > 1 else {}
             values |= {"expert_mp_degree": emp} if emp and mp > 1 else {}
-            candidate = Candidate.of({**values, "micro_batch_size": 1, **self._fixed})
+            candidate = Candidate.of({**values, "micro_batch_size": 1, **self.fixed})
             if candidate not in seen:
                 seen.add(candidate)
                 yield candidate
@@ -180,7 +191,7 @@ class Search:
         seen = {candidate}
         for knob in knobs:
             for other in knob.others(candidate, self.scope):
-                changed = other.but(self._fixed)
+                changed = other.but(self.fixed)
                 if changed not in seen:
                     seen.add(changed)
                     yield self.result(changed)
@@ -190,7 +201,7 @@ class Search:
         if isinstance(resolved, list):
             return Result(candidate, None, str(resolved[0]))
         try:
-            plan = Plan(resolved, self._kind, self._assumed, shared=self._shared)
+            plan = Plan(resolved, self._kind, self._assumed, self._token_budget, shared=self._shared)
             _ = plan.speed
         except ConfigError as error:
             return Result(candidate, None, str(error.complaints[0]))
@@ -205,9 +216,9 @@ class Search:
         for layout in layouts:
             if len(entries) >= TUNED and layout.seconds > _fastest(entries, TUNED)[-1].seconds:
                 break
-            if not self.result(layout.candidate.but({**saving, **LEAST})).fits:
+            if not self.result(layout.candidate.but({**saving, **LEAST, **self.fixed})).fits:
                 continue
-            forms = (self.result(layout.candidate.but({**saving, **form})) for form in FORMS)
+            forms = (self.result(layout.candidate.but({**saving, **form, **self.fixed})) for form in FORMS)
             entries.append(next(result for result in _fastest(forms) if result.fits))
         return entries
 
@@ -218,7 +229,7 @@ class Search:
         schedules = [each for each in schedules if each == start.candidate or each.get("vpp_degree") in chunks]
         sizes = [each for schedule in schedules for each in (schedule, *MICRO_BATCH.others(schedule, self.scope))]
         sizes = [each for each in sizes if each.get("micro_batch_size") <= LARGEST_TUNED]
-        candidates = (each.but({**NO_RECOMPUTE, **form}).but(self._fixed) for each in sizes for form in FORMS)
+        candidates = (each.but({**NO_RECOMPUTE, **form}).but(self.fixed) for each in sizes for form in FORMS)
         return self._fastest_that_fits(map(self.result, candidates), start)
 
     def _paired(self, best: Result) -> Result:
@@ -233,7 +244,7 @@ class Search:
         values.pop("sharding_degree", None)
         if "dp_degree" not in values:
             values.pop("hybrid_dp", None)
-        return Candidate.of({**values, **self._fixed})
+        return Candidate.of({**values, **self.fixed})
 
     def _shrunk(self, start: Result) -> Result:
         """Return the result of changing one knob after another to save the most memory, until it fits or none does."""
@@ -310,8 +321,8 @@ def launch_command(
 
     On several nodes it is run on each: NODE is the node's number, HEAD the address of one of them.
     """
-    local = min(node, world_size)
-    nodes = -(-world_size // local)
+    local = max(ranks for ranks in divisors(world_size) if ranks <= node)  # all nodes have as many
+    nodes = world_size // local
     start = f"megapar launch --nproc-per-node {local} "
     start += f"--nnodes {nodes} --node-rank $NODE --rdzv-endpoint $HEAD:29500 " if nodes > 1 else ""
     words = [SCRIPTS[variations.kind], *given, *command_line(variations.unstated(candidate.flags()))]

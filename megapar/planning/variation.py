@@ -46,7 +46,7 @@ def command_line(values: Mapping[str, Any]) -> list[str]:
     for name, value in values.items():
         flag = FLAGS[name]
         if isinstance(value, bool):
-            words.append(flag.spelling if value else f"--no-{flag.spelling[2:]}")
+            words.append(flag.spelling if value else flag.negation)
         elif flag.takes_list and not flag.comma and value is not None:
             words += [flag.spelling, *map(str, value)]
         elif isinstance(value, tuple):

@@ -112,6 +112,12 @@ class Flag:
         return "--" + (self.primary or self.name.replace("_", "-"))
 
     @property
+    def negation(self) -> str:
+        """Spelling that sets a switch to False, with its hyphens."""
+        name = self.spelling[2:]
+        return f"--{name[3:]}" if name.startswith("no-") else f"--no-{name}"
+
+    @property
     def takes_value(self) -> bool:
         """True if the flag must be followed by a value; for a switch the value is optional."""
         return self.type not in ("bool", "switch")

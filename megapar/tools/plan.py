@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
 import sys
 from collections.abc import Sequence
@@ -95,9 +96,20 @@ def make_parser() -> argparse.ArgumentParser:
         help="rows of the busiest expert rank, relative to the mean of all; or a run's metrics.experts.jsonl, from "
         "which they are estimated (default: 1, balanced)",
     )
-    add("--token-budget", type=float, metavar="TOKENS", help="tokens of the whole run (default: from --train-iters)")
+    add("--token-budget", type=_tokens, metavar="TOKENS", help="tokens of the whole run (default: from --train-iters)")
     _add_outputs(parser)
     return parser
+
+
+def _tokens(text: str) -> float:
+    """Parse a number of tokens. Raises ArgumentTypeError unless it is finite and above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens")
+    return value
 
 
 def _add_outputs(parser: argparse.ArgumentParser) -> None:
@@ -136,10 +148,17 @@ def _refuse_unused(args: argparse.Namespace) -> None:
     schedule, search = args.show_schedule, args.search
     unused = [("--write", args.write, not search), ("--html", args.html, schedule), ("--ranks", args.ranks, schedule)]
     unused += [("--ranks", args.ranks, search), ("--ranks", args.ranks, args.json), ("--svg", args.svg, not schedule)]
+    drawn = [("--timeline", args.timeline), ("--trace", args.trace), ("--token-budget", args.token_budget and schedule)]
+    unused += [(name, given, schedule or search) for name, given in drawn]
+    unused += [("--chunk-costs", args.chunk_costs, not schedule), ("--trace-rank", args.trace_rank, not args.trace)]
+    unused += [("--json", args.json, schedule), ("--search", search, schedule)]
     names = dict.fromkeys(name for name, given, without in unused if given and without)
     if names:
         message = f"{', '.join(names)}: no effect here."
-        fix = "--write is for --search, --svg for --show-schedule, --ranks and --html for a plan; --json has no lists."
+        fix = (
+            "--write is for --search, --svg and --chunk-costs for --show-schedule, --trace-rank for --trace, and "
+            "--ranks, --html, --timeline and --trace for a plan; --json has no lists and no schedule."
+        )
         raise ConfigError([Complaint("plan-unused", message, fix)])
 
 
@@ -211,7 +230,7 @@ def _write(path: Path, text: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_file(path.resolve(), text.encode(errors="replace"))
     except OSError as error:
-        raise OutputError(f"{path} cannot be written: {error.strerror}") from error
+        raise OutputError(f"{path} cannot be written: {error.strerror or error}") from error
     sys.stderr.write(f"wrote {path}\n")
 
 
@@ -228,8 +247,9 @@ def _search(
     check_named(config, named)
     variations = Variations(kind, line, world, free=[name for name in DROPPED if kind in FLAGS[name].models])
     latent = variations.setting("multi_latent_attention") is True
-    scope = Scope(kind, config.model, world, device.node, config.training.global_batch_size, latent)
-    search = Search(variations, scope, device, assumed)
+    node = config.parallel.ranks_per_node or device.node
+    scope = Scope(kind, config.model, world, node, config.training.global_batch_size, latent)
+    search = Search(variations, scope, device, assumed, args.token_budget)
     search.run()
     if not search.results:
         sys.stderr.write(why_none(scope))
@@ -238,7 +258,7 @@ def _search(
     if search.best:
         first = search.offered[0].candidate
         near = list(search.neighbours(first))
-        command = launch_command(first, variations, line[:-1], world, device.node)
+        command = launch_command(first, variations, line[:-1], world, node)
     text = json.dumps(to_dict(search, near, command)) + "\n" if args.json else describe(search, near, command)
     sys.stdout.write(text)
     if search.best:
@@ -259,7 +279,7 @@ def _write_best(search: Search, variations: Variations, command: str, args: argp
 
         world = search.scope.world_size
         header = f"# The fastest layout of megapar plan --search on {world:,} ranks; pass it after your own --config.\n"
-        settings = {"world_size": world, **variations.unstated(best.candidate.flags())}
+        settings = {"world_size": world, **search.fixed, **variations.unstated(best.candidate.flags())}
         _write(args.write, f"{header}script: {SCRIPTS[variations.kind]}\n" + yaml_of(settings))
 
 
@@ -305,13 +325,8 @@ def _parsed(kind: str, line: list[str], world: int) -> Config:
 def _show(config: Config, args: argparse.Namespace, device: DeviceKind) -> int:
     text, svg = show_schedule(config, chunk_costs=args.chunk_costs, device=device)
     sys.stdout.write(text)
-    if args.svg is not None:
-        try:
-            args.svg.write_text(svg, encoding="utf-8")
-        except OSError as error:
-            sys.stderr.write(f"megapar plan: --svg {args.svg} cannot be written: {error.strerror}\n")
-            return 1
-        sys.stdout.write(f"wrote {args.svg}\n")
+    if args.svg is not None and svg:  # a single stage has no drawing
+        _write(args.svg, svg)
     return 0
 
 
@@ -324,12 +339,7 @@ def show_schedule(config: Config, *, chunk_costs: bool = False, device: DeviceKi
     from megapar.core.pipeline import draw
     from megapar.core.pipeline.lookahead import schedule_ahead
     from megapar.core.pipeline.simulate import RUNNERS, Costs, bubble_formula, check, simulate
-    from megapar.training.building.partition import (
-        effective_schedule,
-        make_stages,
-        pipeline_layers,
-        pipeline_outline,
-    )
+    from megapar.training.building.partition import effective_schedule, make_stages, pipeline_layers, pipeline_outline
 
     sizes = config.model
     if config.grid.pp == 1:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megapar.errors import ConfigError
-from megapar.planning.assume import busiest, expert_imbalance, imbalance_of_any
+from megapar.planning.assume import assumed, busiest, expert_imbalance, imbalance_of_any
 
 EVEN = {"min": 1.0, "p50": 1.0, "p90": 1.0, "max": 1.0}
 SKEWED = {"min": 0.2, "p50": 0.8, "p90": 1.8, "max": 4.0}
@@ -52,3 +52,11 @@ def test_a_search_takes_a_number() -> None:
 def test_what_is_no_load_is_refused(text: str, ranks: int, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         expert_imbalance(text, 64, ranks)
+
+
+def test_words_that_are_repeated_add_up() -> None:
+    both = assumed(["operator-recompute:norm", "operator-recompute:up@1-2"])
+    assert both.operators == assumed(["operator-recompute:norm+up@1-2"]).operators
+    assert assumed(["fp8", "fp8-mlp"]).fp8 == assumed(["fp8-mlp", "fp8"]).fp8 == "all"
+    with pytest.raises(ConfigError, match="a range of layers goes up"):
+        assumed(["operator-recompute:up@8-4"])

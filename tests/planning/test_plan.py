@@ -355,3 +355,36 @@ def test_what_has_no_formula_is_refused(flags: tuple[str, ...], said: str, capsy
     error = capsys.readouterr().err
     assert NO_FORMULA in error
     assert said in " ".join(error.split())
+
+
+def advised(capsys: pytest.CaptureFixture[str], *line: str) -> str:
+    """Return the first advice of a plan that does not fit."""
+    found = re.search(r"it would fit with (--[^:]+):", plan(capsys, *line)["advice"])
+    assert found is not None
+    return found[1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "memory"),
+    [
+        (("--recompute-granularity", "selective"), "29"),
+        (("--recompute-method", "block", "--recompute-num-layers", "2"), "29"),
+        (("--load-optim",), "30"),
+    ],
+)
+def test_advice_is_accepted_behind_the_line(
+    flags: tuple[str, ...], memory: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ("--config", "llama-3-8b", "--world-size", "8", "--global-batch-size", "64", *flags)
+    line += ("--device-kind", "a100-40g", "--device-memory-gib", memory)
+    more = advised(capsys, *line)
+    assert plan(capsys, *line, *more.split())["fits"]
+
+
+def test_more_ranks_are_proposed_for_a_small_batch_too(capsys: pytest.CaptureFixture[str]) -> None:
+    line = ("--config", "llama-3-8b", "--global-batch-size", "64", "--micro-batch-size", "1")
+    line += ("--device-kind", "a100-40g", "--device-memory-gib", "12")
+    advice = plan(capsys, *line, "--world-size", "8")["advice"]
+    wider = re.search(r"it would fit on (\d+) ranks with (--[^,]+),", advice)
+    assert wider is not None, advice
+    assert plan(capsys, *line, *wider[2].split(), "--world-size", wider[1])["fits"]

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import pytest
 
-from megapar.arguments import FLAGS, Config, parse
+from megapar.arguments import FLAGS, Config, parse, resolved_values
 from megapar.errors import ConfigError
 from megapar.planning.devices import device_kind
 from megapar.planning.knobs import (
@@ -345,3 +345,46 @@ def test_the_part_that_grew_is_named(field: str, word: str) -> None:
     plans = [cast("Plan", SimpleNamespace(speed=speed)) for speed in (slow, fast)]
     assert _slower(*plans) == word
     assert sum(_parts(slow).values()) == pytest.approx(11.0)
+
+
+def test_flags_of_the_line_are_kept_by_the_forms_that_save_memory_too() -> None:
+    line = ("--config", "llama-3-8b", "--world-size", "8", "--global-batch-size", "8", "--device-kind", "a10-24g")
+    fixed = ("--sharding-stage", "1", "--recompute-interval", "0")
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        main(["plan", "--search", "--json", *line, *fixed])
+    for layout in json.loads(said.getvalue())["best"]:
+        assert layout["flags"].get("sharding_stage", 1) == 1
+        assert layout["flags"].get("recompute_interval", 0) == 0
+
+
+def test_a_written_layout_has_the_flags_of_the_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, line = str(tmp_path / "f.yaml"), ("--config", "tiny", "--global-batch-size", "32")
+    assert main(["plan", *line, "--world-size", "4", "--mp-degree", "2", "--search", "--write", file]) == 0
+    capsys.readouterr()
+    assert main(["plan", *line[:2], "--config", file, *line[2:], "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["layout"]["mp"] == 2
+
+
+@pytest.mark.parametrize(
+    ("world", "flags", "start"),
+    [
+        (12, (), "--nproc-per-node 6 --nnodes 2 "),
+        (8, ("--ranks-per-node", "2"), "--nproc-per-node 2 --nnodes 4 "),
+        (64, (), "--nproc-per-node 8 --nnodes 8 "),
+    ],
+)
+def test_the_command_starts_the_ranks_of_the_layout(world: int, flags: tuple[str, ...], start: str) -> None:
+    found = search("--config", "tiny", "--world-size", str(world), "--global-batch-size", str(2 * world), *flags)
+    assert found["command"].startswith(f"megapar launch {start}")
+
+
+def test_a_search_counts_the_days_of_its_budget() -> None:
+    line = ("--config", "tiny", "--world-size", "2", "--global-batch-size", "4")
+    assert search(*line, "--token-budget", "1e9")["best"][0]["token_budget"] == 1e9
+
+
+def test_every_switch_is_written_so_that_it_is_read() -> None:
+    for flag in FLAGS.values():
+        for value in (True, False) if flag.type == "bool" and not flag.meta else ():
+            words = [*command_line({flag.name: value}), "--rules-only"]
+            assert resolved_values(flag.models[0], words, {})["requested"].get(flag.name) is value

@@ -37,9 +37,45 @@ def test_it_draws_text_and_picture_for_a_cluster_that_is_not_there(
 def test_a_picture_that_cannot_be_written_ends_in_no_traceback(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    svg = tmp_path / "missing" / "schedule.svg"
+    (tmp_path / "file").touch()
+    svg = tmp_path / "file" / "schedule.svg"
     assert plan("--svg", str(svg), "pretrain_moe.py", *FOUR, "--gradient-merge-acc-step", "8") == 1
-    assert f"--svg {svg} cannot be written: No such file or directory" in capsys.readouterr().err
+    assert f"{svg} cannot be written: File exists" in capsys.readouterr().err
+
+
+def test_a_single_stage_has_no_picture_and_a_folder_is_made(tmp_path: Path) -> None:
+    assert plan("--config", "tiny", "--svg", str(tmp_path / "x.svg")) == 0
+    assert list(tmp_path.iterdir()) == []
+    assert (
+        plan("--svg", str(tmp_path / "new" / "x.svg"), "pretrain_moe.py", *FOUR, "--gradient-merge-acc-step", "8") == 0
+    )
+    assert (tmp_path / "new" / "x.svg").read_text().startswith("<svg")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--search --show-schedule",
+        "--show-schedule --timeline",
+        "--show-schedule --json",
+        "--search --trace",
+        "--chunk-costs",
+        "--trace-rank 5",
+    ],
+)
+def test_an_option_without_effect_is_refused(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--config", "tiny", *line.split()]) == 2
+    said = capsys.readouterr().err
+    assert "[plan-unused]" in said
+    assert line.split()[-2 if line.endswith("5") else -1] in said or "--search" in said
+
+
+@pytest.mark.parametrize("tokens", ["inf", "nan", "0", "-5", "many"])
+def test_a_budget_of_tokens_is_a_number_above_0(tokens: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "--config", "tiny", "--token-budget", tokens])
+    assert ended.value.code == 2
+    assert "is not a number of tokens" in capsys.readouterr().err
 
 
 def test_costs_of_chunks_move_the_bubble(capsys: pytest.CaptureFixture[str]) -> None:
