@@ -34,7 +34,7 @@ from megapar.config.vocab_size import assumed_rows, derived_rows
 from megapar.core.grid import Grid
 from megapar.errors import Complaint, ConfigError
 from megapar.files.uri import is_stored
-from megapar.launch_environment import equal_nodes
+from megapar.launch_environment import equal_nodes, starts_before
 from megapar.rules.model import export_class
 from megapar.schema.flag import KINDS, SCRIPTS, Flag, normal
 from megapar.schema.rule import NO_EFFECT, either, show, spell
@@ -47,12 +47,7 @@ Line = Sequence[str] | Mapping[str, Any]
 
 
 def parse(
-    kind: str,
-    argv: Line,
-    environ: Mapping[str, str] | None = None,
-    *,
-    starting: bool = False,
-    planning: bool = False,
+    kind: str, argv: Line, environ: Mapping[str, str] | None = None, *, starting: bool = False, planning: bool = False
 ) -> Config:
     """Return the complete configuration for a command line and an environment.
 
@@ -136,7 +131,7 @@ def parse_or_exit(
     argv = sys.argv[1:] if argv is None else argv
     starting = environ is None if starting is None else starting
     environ = os.environ if environ is None else environ
-    prints = environ.get("RANK", "0") == "0" or environ.get("WORLD_SIZE", "1") == "1"
+    prints = (environ.get("RANK") or "0") == "0" or (environ.get("WORLD_SIZE") or "1") == "1"
     if (topic := _help_topic(argv)) is not None:
         try:
             _print(help_text(kind, topic), prints)
@@ -277,7 +272,8 @@ def flat_values(draft: Draft, published: str | None) -> dict[str, Any]:
     values["remote_paths"] = remote_paths(FLAGS, values)
     resolve(values, draft.origins)
     if "vocab_size" in requested and requested["vocab_size"] is None:
-        values["vocab_size"], draft.origins["vocab_size"] = derived_rows(values).size, "derived"
+        saved = values.get("save") if starts_before(draft.environ) else None
+        values["vocab_size"], draft.origins["vocab_size"] = derived_rows(values, saved).size, "derived"
     if (written := export_class(values, published)) is not None:
         values["export_class"] = written
     return values

@@ -14,9 +14,12 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from megapar.arguments import FLAGS, GROUPS, KINDS, SCRIPTS, Config, parse, parse_or_exit
+from megapar.config.files import check_files
+from megapar.config.hints import plain_number
 from megapar.config.read import normal, spellings
 from megapar.config.report import EXAMPLES, help_text, phase_lines
 from megapar.errors import ConfigError
+from megapar.schema.batch_size import BatchSize
 from megapar.schema.flag import Flag, from_flags
 from tests.support.token_files import write_tokens
 
@@ -672,3 +675,45 @@ def test_a_phase_with_a_ramp_says_its_batches() -> None:
     first, second = phase_lines(parse("moe", line, {}))
     assert first == "from the start: a 1; 50 steps of 4 to 16 x 64, 23,296 positions"
     assert second.endswith("a 2; 10 steps of 16 x 64, 10,240 positions")
+
+
+@pytest.mark.parametrize("environ", [{"RANK": "", "WORLD_SIZE": "8"}, {"RANK": "", "WORLD_SIZE": ""}])
+def test_an_empty_rank_is_none_and_prints(environ: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_or_exit("moe", ["--train-iters", "none"], environ)
+    assert "is refused" in capsys.readouterr().err
+
+
+def test_a_folder_is_the_same_however_it_is_spelled() -> None:
+    line = "--rules-only --load runs/a/ --load-hf m --save"
+    assert parse("moe", [*line.split(), "runs/a"], {}).checkpoint.load_hf == "m"
+    with pytest.raises(ConfigError, match="load-twice"):
+        parse("moe", [*line.split(), "runs/b"], {})
+
+
+def test_tasks_with_a_name_are_no_urls_either() -> None:
+    with pytest.raises(ConfigError, match="remote-paths"):
+        parse("moe", ["--rules-only", "--eval-tasks", "easy=s3://b/arc.jsonl"], {})
+
+
+def test_a_ramp_that_is_refused_ends_the_parser() -> None:
+    line = (
+        "--rampup-batch-size 100 5 1000 --global-batch-size 4 --micro-batch-size 1 --data-path a=a.jsonl --rules-only"
+    )
+    with pytest.raises(ConfigError, match="rampup-steps"):
+        parse("moe", [*line.split(), "--data-phases", "0: a=1; 2000 samples: a=1"], {})
+    assert BatchSize(4, 100, 5, 1000).steps_until(0, 2000) == 500
+
+
+def test_a_number_with_a_comma_is_no_whole_one() -> None:
+    assert plain_number("10,50", "steps", whole=True) == ""
+    assert plain_number("10,50", "", whole=False) == "Write it with a decimal point: 10.50."
+
+
+def test_published_weights_are_not_replaced_by_an_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "m").mkdir()
+    (tmp_path / "link").symlink_to("m")
+    for name in ("m", "m/", str(tmp_path / "m"), "link"):
+        found = check_files({"load_hf": "m", "save_hf": name})
+        assert any("also the folder of --load-hf" in complaint.message for complaint in found)

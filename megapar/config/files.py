@@ -79,7 +79,7 @@ def check_files(values: Mapping[str, Any]) -> Iterator[Complaint]:
     if values.get("metrics_jsonl") not in (None, METRICS_OFF):
         yield from _metrics(Path(values["metrics_jsonl"]).absolute(), values.get("save"))
     yield from check_packages(values)
-    if values.get("save_hf") and values.get("load_hf") and at(values["save_hf"]) == at(values["load_hf"]):
+    if same_place(values.get("save_hf"), values.get("load_hf")):
         yield Complaint(
             "file", f"--save-hf {values['save_hf']} is also the folder of --load-hf.", "Pass a different folder."
         )
@@ -99,7 +99,7 @@ def check_stores(values: Mapping[str, Any]) -> Iterator[Complaint]:
             rule, (problem, fix) = ("store", wrong) if wrong[0] else ("package", lacking)
             if problem:
                 yield Complaint(rule, f"{flag.spelling} {masked(uri)} {problem}.", fix)
-            elif uri.startswith(f"{MEMORY}://") and values.get("world_size", 1) > 1:
+            elif uri.lower().startswith(f"{MEMORY}://") and values.get("world_size", 1) > 1:
                 message = f"{flag.spelling} {uri} is the memory of one process, and the run has {values['world_size']}."
                 yield Complaint("store", message, "Choose a store that all ranks reach.")
 
@@ -272,7 +272,7 @@ def chat_day(root: Place, step: int | None = None) -> str:
     """Return the day that chat templates saw in the run of a checkpoint, by default the newest; "" if there is none."""
     if not (saved := saved_iterations(root)):
         return ""
-    identity = stored_scalars(at(root) / newest_name(root, step or saved[-1])).get("identity") or {}
+    identity = stored_scalars(at(root) / newest_name(root, saved[-1] if step is None else step)).get("identity") or {}
     return str(((identity.get("phases") or [{}])[-1].get("chat") or {}).get("day") or "")
 
 

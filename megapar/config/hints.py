@@ -93,7 +93,18 @@ def near_choice(value: str, choices: Sequence[str]) -> str:
     return f"Did you mean {near[0]}?" if near else ""
 
 
-_SECONDS = {"s": 1, "sec": 1, "second": 1, "m": 60, "min": 60, "minute": 60, "h": 3600, "hour": 3600, "d": 86400}
+_SECONDS = {
+    "ms": 0.001,
+    "s": 1,
+    "sec": 1,
+    "second": 1,
+    "m": 60,
+    "min": 60,
+    "minute": 60,
+    "h": 3600,
+    "hour": 3600,
+    "d": 86400,
+}
 _MEGABYTES = {"m": 1, "mb": 1, "mib": 1, "g": 1024, "gb": 1024, "gib": 1024, "tb": 1 << 20, "tib": 1 << 20}
 _MEASURES: Mapping[str, tuple[Mapping[str, float], float, str]] = {
     **{"seconds": (_SECONDS, 1, "seconds"), "minutes": (_SECONDS, 60, "minutes")},
@@ -107,7 +118,7 @@ def plain_number(text: str, unit: str, *, whole: bool) -> str:
     text = text.strip()
     if re.fullmatch(r"[+-]?[1-9]\d{0,2}(,\d{3})+", text):
         return f"Write it without commas: {text.replace(',', '')}."
-    if re.fullmatch(r"[+-]?\d+,\d+", text):
+    if not whole and re.fullmatch(r"[+-]?\d+,\d+", text):
         return f"Write it with a decimal point: {text.replace(',', '.')}."
     match = re.fullmatch(r"([+-]?\d+(?:\.\d+)?)\s*([A-Za-z]+)", text)
     if match is None:

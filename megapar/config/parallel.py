@@ -185,16 +185,10 @@ class ShardingOptions:
         derived="step at stage 1, micro_batch at stages 2 and 3",
     )
     overlap_grad_reduce: str = flag(
-        "auto",
-        "overlap the reduction of gradients with the backward pass",
-        type="switch",
-        derived="on if allowed",
+        "auto", "overlap the reduction of gradients with the backward pass", type="switch", derived="on if allowed"
     )
     overlap_param_gather: str = flag(
-        "auto",
-        "overlap the gathering of parameters with the forward pass",
-        type="switch",
-        derived="on if allowed",
+        "auto", "overlap the gathering of parameters with the forward pass", type="switch", derived="on if allowed"
     )
     grad_reduce_dtype: str = flag(
         None,

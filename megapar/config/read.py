@@ -124,7 +124,7 @@ def spellings() -> Mapping[str, Spelling]:
         for alias in flag.aliases:
             result[normal(alias.name)] = Spelling(flag, alias.name, alias.value, alias.note)
         if not flag.takes_value:
-            negative = primary[3:] if primary.startswith("no-") else f"no-{primary}"
+            negative = flag.negation[2:]
             result[normal(negative)] = Spelling(flag, negative, False)
     return result
 
@@ -284,7 +284,7 @@ def read_file(draft: Draft, path: str, origin: str = "file") -> None:
         draft.foreign = True
         return
     draft.about = draft.about.updated(loaded)
-    complaint = other_script(path, draft.about.script, draft.kind)
+    complaint = other_script(path, About().updated(loaded).script, draft.kind)
     if complaint is not None:
         draft.complaints.append(complaint)
         draft.foreign = True

@@ -59,7 +59,7 @@ def describe(flag: Flag, kind: str) -> str:
     """Return help, unit, default and other spellings on one line."""
     unit = f" [{flag.unit}]" if flag.unit else ""
     negates = not flag.takes_value and not flag.spelling.startswith("--no-")
-    off = f"; off: --no-{flag.spelling[2:]}" if negates else ""
+    off = f"; off: {flag.negation}" if negates else ""
     also = "; also " + ", ".join("--" + alias.name for alias in flag.aliases) if flag.aliases else ""
     return f"{flag.help}{unit} (default: {default_text(flag, kind)}{off}{also})"
 

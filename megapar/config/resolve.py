@@ -121,10 +121,7 @@ DERIVATIONS: tuple[Derivation, ...] = (
         open=(-1,),
     ),
     Derivation(
-        "dp_degree",
-        ("world_size", "sharding_degree", "mp_degree", "pp_degree", "cp_degree"),
-        _replicas,
-        open=(-1,),
+        "dp_degree", ("world_size", "sharding_degree", "mp_degree", "pp_degree", "cp_degree"), _replicas, open=(-1,)
     ),
     Derivation("data_ranks", ("dp_degree", "sharding_degree"), lambda dp, sharding: dp * sharding or None),
     Derivation("expert_mp_degree", ("mp_degree",), lambda mp: mp),
@@ -167,13 +164,7 @@ DERIVATIONS: tuple[Derivation, ...] = (
     Derivation("overlap_grad_reduce", ("ampipe_degree", "strict_seed_rules"), _overlap, open=("auto",)),
     Derivation("overlap_param_gather", ("ampipe_degree", "strict_seed_rules"), _overlap, open=("auto",)),
     Derivation("manual_gc", ("world_size",), _manual_gc, open=("auto",)),
-    Derivation(
-        "mla_cp_exchange",
-        _EXCHANGE_READS,
-        _exchange,
-        open=("auto",),
-        settled=True,
-    ),
+    Derivation("mla_cp_exchange", _EXCHANGE_READS, _exchange, open=("auto",), settled=True),
     Derivation("reset_position_ids", ("task", "sft_packing"), _apart, open=(False,), settled=True),
     Derivation("reset_attention_mask", ("task", "sft_packing"), _apart, open=(False,), settled=True),
     Derivation("metrics_jsonl", ("save",), _metrics, settled=True),

@@ -109,7 +109,7 @@ def _list(flag: Flag, raw: Any) -> tuple[Any, ...]:
     if flag.type == "integers" and isinstance(raw, str):
         items = raw.split()
     if flag.comma:
-        items = [part for item in items for part in str(item).split(",") if part]
+        items = [part.strip() for item in items for part in str(item).split(",") if part.strip()]
     kind = "int" if flag.type == "integers" else "str"
     values = tuple(_bounded(flag, _scalar(flag, item, kind)) for item in items)
     if flag.count and len(values) != flag.count:
@@ -235,11 +235,17 @@ def _expand(path: str, environ: Mapping[str, str]) -> str:
     return os.path.expanduser(path)
 
 
+def _place(path: str, flag: Flag) -> str:
+    return split_name(path)[1] if flag.named else path
+
+
 def remote_paths(flags: Mapping[str, Flag], values: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the flags with a URL that take none, each with the first of them. Names of datasets may be anything."""
     urls = []
     for name, flag in flags.items():
         value = values.get(name) if flag.path and not flag.store and name != "hf_dataset" else None
         paths = value if isinstance(value, tuple) else (value,)
-        urls += [f"{flag.spelling} {masked(path)}" for path in paths if isinstance(path, str) and is_url(path)][:1]
+        urls += [
+            f"{flag.spelling} {masked(path)}" for path in paths if isinstance(path, str) and is_url(_place(path, flag))
+        ][:1]
     return tuple(urls)

@@ -21,14 +21,16 @@ class EmbeddingRows(NamedTuple):
     source: str
 
 
-def derived_rows(values: Mapping[str, Any]) -> EmbeddingRows:
+def derived_rows(values: Mapping[str, Any], restarted_from: str | None = None) -> EmbeddingRows:
     """Return the value of a --vocab-size that is not given, from flat values as the rules read them.
 
     A checkpoint keeps its number of rows, whatever the tokenizer. Rows that pad the embedding to the number of ranks
-    are only used in the computation and are not counted.
+    are only used in the computation and are not counted. ``restarted_from`` is the folder of --save of a restart.
     """
-    if values.get("load") and (stored := _stored(values)) is not None:
-        return EmbeddingRows(stored, f"--load {values['load']}")
+    for flag, root in (("--save", restarted_from), ("--load", values.get("load"))):
+        step = values.get("ckpt_step") if flag == "--load" else None
+        if root and (stored := _stored(root, step)) is not None:
+            return EmbeddingRows(stored, f"{flag} {root}")
     if values.get("tokenizer_model"):
         known = known_vocabulary(values)
         name = f"--tokenizer-model {values['tokenizer_model']}"
@@ -82,7 +84,9 @@ def check_vocabulary(values: Mapping[str, Any]) -> Iterator[Complaint]:
             yield Complaint("vocabulary", message, "Set --vocab-size.")
         return
     if "vocab_size" in values and vocabulary.size > values["vocab_size"]:
-        fixed = bool(values.get("load_hf")) or bool(values.get("load") and _stored(values) is not None)
+        fixed = bool(values.get("load_hf")) or bool(
+            values.get("load") and _stored(values["load"], values.get("ckpt_step")) is not None
+        )
         yield too_large(path, vocabulary.size, values["vocab_size"], fixed=fixed)
     if values.get("kind") == "ernie" and not vocabulary.mask:
         message = f"--tokenizer-model {path} has no mask token, which pretrain_ernie.py needs."
@@ -90,9 +94,9 @@ def check_vocabulary(values: Mapping[str, Any]) -> Iterator[Complaint]:
         yield Complaint("tokenizer", message, fix)
 
 
-def _stored(values: Mapping[str, Any]) -> int | None:
-    if is_stored(values["load"]):
+def _stored(root: str, step: int | None) -> int | None:
+    if is_stored(root):
         return None
-    stored = stored_facts(values["load"], values.get("ckpt_step"))
+    stored = stored_facts(root, step)
     size = stored[1].get("vocab_size") if stored is not None else None
     return size if isinstance(size, int) else None

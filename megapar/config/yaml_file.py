@@ -84,7 +84,7 @@ def load_pairs(text: str) -> Pairs:
     base: Any = loader(yaml.SafeLoader)
 
     class FlagLoader(base):
-        """Loader that keeps whole numbers as strings, which the flags parse: YAML reads 3:4 as 184, and 010 as 8."""
+        """Loader that keeps numbers as strings, which the flags parse: YAML reads 3:4 as 184, 010 as 8, 1.10 as 1.1."""
 
     def pairs_of(node: yaml.MappingNode) -> Pairs:
         merged = next((key for key, _ in node.value if key.tag == "tag:yaml.org,2002:merge"), None)
@@ -100,7 +100,7 @@ def load_pairs(text: str) -> Pairs:
         )
 
     FlagLoader.yaml_implicit_resolvers = {
-        first: [pair for pair in pairs if pair[0] != "tag:yaml.org,2002:int"]
+        first: [pair for pair in pairs if pair[0] not in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")]
         for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
     reader = FlagLoader(text)

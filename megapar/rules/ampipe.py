@@ -42,11 +42,7 @@ def _enough_pieces(f: Facts) -> str:
 
 
 def _row(id: str, reads: tuple[str, ...], **more: Any) -> Rule:
-    return Rule(
-        id=id,
-        reads=reads,
-        **{"source": MINDSPEED_AMPIPE, "models": MOE, **more},
-    )
+    return Rule(id=id, reads=reads, **{"source": MINDSPEED_AMPIPE, "models": MOE, **more})
 
 
 def _sliced_row(id: str, reads: tuple[str, ...], **more: Any) -> Rule:
@@ -393,11 +389,7 @@ RULES: tuple[Rule, ...] = (
         "--ampipe-degree auto",
     ),
     _settled(
-        "flash",
-        ("use_flash_attn",),
-        lambda f: f.use_flash_attn,
-        "slices need --use-flash-attn",
-        "--no-use-flash-attn",
+        "flash", ("use_flash_attn",), lambda f: f.use_flash_attn, "slices need --use-flash-attn", "--no-use-flash-attn"
     ),
     _settled(
         "pp",

@@ -58,6 +58,11 @@ def distance(before: Mapping[str, int], after: Mapping[str, int], weights: Mappi
     return sum(weight[axis] * abs(math.log2(after[axis] / before[axis])) for axis in weight)
 
 
+def _left(f: Facts) -> int:
+    """Return the ranks that the other degrees leave for sharding and replicas."""
+    return max(1, f.world_size // max(1, f.mp_degree * f.pp_degree * f.cp_degree))
+
+
 def _near_layouts(f: Facts) -> str:
     """Suggest up to three legal sets of degrees, the nearest in ratio; an axis of size 1 stays at 1.
 
@@ -65,10 +70,12 @@ def _near_layouts(f: Facts) -> str:
     """
     free = [name for name in _NAMES if getattr(f, name) > 1] or ["sharding_requested"]
     requested = {name: max(1, getattr(f, name)) for name in free}
+    heads = math.gcd(f.num_attention_heads, f.num_query_groups)
+    tried = {name: near_degrees(f.world_size, requested[name], f.world_size) for name in free}
+    if "mp_degree" in tried:
+        tried["mp_degree"] = [degree for degree in tried["mp_degree"] if heads % degree == 0]
     near = []
-    for degrees in layouts(f.world_size, {name: near_degrees(f.world_size, requested[name], 12) for name in free}):
-        if any(heads % degrees.get("mp_degree", 1) for heads in (f.num_attention_heads, f.num_query_groups)):
-            continue
+    for degrees in layouts(f.world_size, {name: choices[:12] for name, choices in tried.items()}):
         hybrid = f.world_size > math.prod(degrees.values()) and f.sharding_requested != -1
         text = " ".join(f"{spell(name)} {degree}" for name, degree in degrees.items())
         # Change --hybrid-dp only if the degrees are clearly nearer that way.
@@ -214,14 +221,14 @@ RULES: tuple[Rule, ...] = (
     ),
     _row(
         id="hybrid-dp-degree",
-        reads=("hybrid_dp", "sharding_requested", "dp_requested", "world_size"),
+        reads=("hybrid_dp", "sharding_requested", "dp_requested", "world_size", "mp_degree", "pp_degree", "cp_degree"),
         when=lambda f: f.hybrid_dp and f.dp_requested == -1,
         requires=lambda f: f.sharding_requested != -1,
         message="--hybrid-dp needs --sharding-degree or --dp-degree: with -1, sharding would use all ranks",
         fix=lambda f: (
-            f"Choose --sharding-degree {either(divisors(f.world_size)[:-1][:6])}."
-            if f.world_size > 1
-            else "Leave --hybrid-dp out: a single rank cannot have replicas (megapar launch starts several ranks)."
+            f"Choose --sharding-degree {either(divisors(_left(f))[:-1][:6])}."
+            if _left(f) > 1
+            else "Leave --hybrid-dp out: no ranks are left for replicas (megapar launch starts several ranks)."
         ),
         passing="--world-size 4 --sharding-degree 2 --hybrid-dp",
         failing="--world-size 4 --hybrid-dp",

@@ -61,7 +61,10 @@ def _enough(f: Facts) -> str:
     unit = f.micro_batch_size * f.data_ranks
     if f.progressive_iters:
         return f"Choose --progressive-batch-multiple {f.data_ranks * f.pp_degree} and multiples of it as batches."
-    return f"Choose --gradient-merge-acc-step {f.pp_degree}, which is --global-batch-size {unit * f.pp_degree}."
+    least = unit * f.pp_degree
+    if f.rampup_batch_size is not None:
+        return f"Choose multiples of {least} as START and INCREMENT of --rampup-batch-size, and as --global-batch-size."
+    return f"Choose --global-batch-size {least}, which is {f.pp_degree} micro-batches; of a phase, its own."
 
 
 _BATCH = (

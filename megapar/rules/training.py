@@ -6,6 +6,7 @@ import math
 from functools import partial
 
 from megapar.files.data_files import split_name
+from megapar.files.location import same_place
 from megapar.files.paths import MOUNT, REMOTE
 from megapar.rules.sections import SECTIONS, is_section_limits
 from megapar.schema.flag import MOE
@@ -267,8 +268,8 @@ RULES: tuple[Rule, ...] = (
     ),
     _row(
         id="warmup",
-        reads=("lr_warmup_iters", "lr_decay_iters", "lr_decay_style"),
-        when=lambda f: f.lr_decay_style != "constant",
+        reads=("lr_warmup_iters", "lr_decay_iters", "lr_decay_style", "train_epochs"),
+        when=lambda f: f.train_epochs == 0 and f.lr_decay_style != "constant",  # else the steps are not known yet
         requires=lambda f: f.lr_warmup_iters < f.lr_decay_iters,
         message="--lr-warmup-iters must be below --lr-decay-iters",
         fix=lambda f: f"Choose --lr-warmup-iters 0 to {f.lr_decay_iters - 1}.",
@@ -277,8 +278,8 @@ RULES: tuple[Rule, ...] = (
     ),
     _row(
         id="wsd-decay",
-        reads=("lr_decay_style", "lr_wsd_decay_iters", "lr_warmup_iters", "lr_decay_iters"),
-        when=lambda f: f.lr_decay_style == "wsd",
+        reads=("lr_decay_style", "lr_wsd_decay_iters", "lr_warmup_iters", "lr_decay_iters", "train_epochs"),
+        when=lambda f: f.train_epochs == 0 and f.lr_decay_style == "wsd",
         requires=lambda f: f.lr_warmup_iters + f.lr_wsd_decay_iters <= f.lr_decay_iters,
         message="--lr-warmup-iters + --lr-wsd-decay-iters must be at most --lr-decay-iters",
         fix=lambda f: f"Choose --lr-wsd-decay-iters 1 to {max(1, f.lr_decay_iters - f.lr_warmup_iters)}.",
@@ -436,10 +437,10 @@ RULES: tuple[Rule, ...] = (
     ),
     _row(
         id="spike-skip-sigmas",
-        reads=("spike_skip", "spike_sigmas"),
+        reads=("spike_skip", "spike_sigmas", "bad_step_limit"),
         when=lambda f: f.spike_skip,
-        requires=lambda f: f.spike_sigmas > 0,
-        message="--spike-skip needs --spike-sigmas above 0 to detect spikes",
+        requires=lambda f: f.spike_sigmas > 0 and f.bad_step_limit > 0,
+        message="--spike-skip needs --spike-sigmas above 0 to detect spikes, and --bad-step-limit above 0 to skip one",
         passing="--spike-skip",
         failing="--spike-skip --spike-sigmas 0",
     ),
@@ -447,7 +448,7 @@ RULES: tuple[Rule, ...] = (
         id="load-twice",
         reads=("load", "load_hf", "save"),
         when=lambda f: f.load_hf is not None,
-        requires=lambda f: f.load is None or f.load == f.save,
+        requires=lambda f: f.load is None or same_place(f.load, f.save),
         message="--load and --load-hf both set the source of the weights, unless --load is the folder of --save",
         fix="Keep one of them, or set --save to the folder of --load: then the first run starts from --load-hf.",
         passing="--load-hf models/b --load runs/a --save runs/a",
@@ -475,8 +476,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="profile-beyond",
-        reads=("profile", "train_iters"),
-        when=lambda f: f.profile is not None and _is_interval(f.profile, ":", 1),
+        reads=("profile", "train_iters", "train_epochs"),
+        when=lambda f: f.train_epochs == 0 and f.profile is not None and _is_interval(f.profile, ":", 1),
         requires=lambda f: int(f.profile.partition(":")[0]) <= f.train_iters,
         message="--profile starts after the last step",
         fix=lambda f: f"Choose --profile {f.train_iters}:{f.train_iters}, or earlier steps.",

@@ -24,7 +24,8 @@ class BatchSize:
         if not self.ramp_samples or consumed_samples >= self.ramp_samples:
             return self.final
         steps = (self.final - self.start) // self.increment
-        return min(self.final, self.start + self.increment * (consumed_samples * steps // self.ramp_samples))
+        grown = self.start + self.increment * (consumed_samples * steps // self.ramp_samples)
+        return min(self.final, max(grown, min(self.start, self.final)))  # above 0 if a rule refuses the ramp, too
 
     def after(self, consumed_samples: int, steps: int) -> int:
         """Return the samples that are consumed ``steps`` steps after ``consumed_samples``."""

@@ -26,7 +26,7 @@ SEQ_LENGTH, BATCH, RATE = SETTINGS = ("seq-length", "global-batch-size", "lr")
 """Settings of a phase besides its sources, which therefore cannot have these names."""
 NAME = re.compile(r"[A-Za-z0-9_.-]+")
 _AMOUNT = re.compile(r"(\d{1,18}(?:\.\d{1,18})?)([kKMBT]?)")
-_WEIGHT = re.compile(r"\d{1,18}(?:\.\d{1,18})?")
+_WEIGHT = re.compile(r"\d{1,18}(?:\.\d{1,18})?|\.\d{1,18}")
 _POWERS = {"": 0, "k": 3, "K": 3, "M": 6, "B": 9, "T": 12}
 _KEYS = ("at", "unit", "sources", *SETTINGS)
 

@@ -255,3 +255,16 @@ def test_a_bad_value_of_phases_is_the_only_complaint() -> None:
     with pytest.raises(ConfigError) as caught:
         parse("moe", ["--data-path", "a=builtin", "b=builtin", "--data-phases", "0: a=1,b=1; 500: a=1"], {})
     assert [complaint.rule for complaint in caught.value.complaints] == ["value"]
+
+
+def test_blanks_beside_commas_are_none_of_a_name() -> None:
+    order = parse("moe", {"rank_order": "dp, pp, sharding, cp, mp"}, {}).parallel.rank_order
+    assert order == ("dp", "pp", "sharding", "cp", "mp")
+
+
+def test_a_script_is_that_of_the_file_that_names_it(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("script: pretrain_ernie.py\n")
+    (tmp_path / "b.yaml").write_text("hidden_size: 64\n")
+    with pytest.raises(ConfigError) as failure:
+        parse("moe", ["--config", str(tmp_path / "a.yaml"), "--config", str(tmp_path / "b.yaml")], {})
+    assert [complaint.message.count("a.yaml") for complaint in failure.value.complaints] == [1]

@@ -8,7 +8,7 @@ import pytest
 
 from megapar.arguments import parse
 from megapar.config.read import about
-from megapar.config.yaml_file import FOLDER, config_path, near_preset, preset_names
+from megapar.config.yaml_file import FOLDER, config_path, load_pairs, near_preset, preset_names
 from megapar.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -47,3 +47,10 @@ def test_a_file_of_a_checkout_leads_to_the_name(tmp_path: Path, monkeypatch: pyt
         parse("moe", ["--config", "configs/mixtral-8x7b.yaml"], {})
     assert "does not contain 'configs'" in str(refused.value)
     assert near_preset("quite-another.yaml") == ""
+
+
+def test_numbers_reach_the_flags_as_they_are_written() -> None:
+    pairs = dict(load_pairs("a: 1.10\nb: 0.00001\nc: [.5, 1e-3, 3:4]\nd: 010\n"))
+    assert pairs == {"a": "1.10", "b": "0.00001", "c": [".5", "1e-3", "3:4"], "d": "010"}
+    phases = {"data_path": ["a=a.jsonl", "b=b.jsonl"], "data_phases": "0: a=.5,b=0.00001"}
+    assert parse("moe", {**phases, "rules_only": True}, {}).data.data_phases is not None

@@ -71,6 +71,7 @@ MISTAKES = [
     ("--train-iters 1T", "got '1T'", "Write all digits: 1000000000000, or 1099511627776"),
     ("--train-iters 5epochs", "got '5epochs'", "Write only the number, in steps."),
     ("--train-iters 5steps", "got '5steps'", "Write only the number, in steps: 5."),
+    ("--step-timeout-seconds 500ms", "Write only the number, in seconds: 0.5."),
     ("--step-timeout-seconds 10m", "takes a number, got '10m'", "Write only the number, in seconds: 600."),
     ("--exit-duration-minutes 2h", "takes a number, got '2h'", "Write only the number, in minutes: 120."),
     ("--exit-duration-minutes 230minutes", "got '230minutes'", "Write only the number, in minutes: 230."),
@@ -97,6 +98,12 @@ MISTAKES = [
     ("--dtype float32", "got 'float32'", "Did you mean fp32?"),
     ("--device gpu", "got 'gpu'", "Did you mean cuda?"),
     # sizes and ranks that do not fit
+    ("--world-size 8 --mp-degree 4 --hybrid-dp", "Choose --sharding-degree 1."),
+    ("--world-size 1440 --mp-degree 64 --num-attention-heads 8", "Nearest legal: --mp-degree 8"),
+    (
+        "--world-size 4 --pp-degree 4 --rampup-batch-size 4 4 1000 --global-batch-size 16 --micro-batch-size 4",
+        "Choose multiples of 16 as START and INCREMENT of --rampup-batch-size",
+    ),
     ("--world-size 6 --mp-degree 4", "--world-size 6", "--mp-degree 4", "Nearest legal", "start 4 or 8 ranks"),
     ("--world-size 3 --mp-degree 2 --pp-degree 2", "Nearest legal: --mp-degree 1 --pp-degree 3; --mp-degree 1 --pp"),
     ("--world-size 2 --mp-degree 2 --ep-degree 2", "Choose --ep-degree 1, or --expert-mp-degree 1, with which"),
@@ -155,7 +162,7 @@ MISTAKES = [
     ("--save corpus.jsonl/run", "--save", "corpus.jsonl is a file, not a folder"),
     ("--config nocol", "--config nocol does not exist", "Did you mean nocolon.yaml?"),
     ("typo.yaml", "'typo.yaml' was found where a flag was expected", "Did you mean --config typo.yaml?"),
-    ("--hybrid-dp yes", "--sharding-degree or --dp-degree", "out: a single rank cannot have replicas"),
+    ("--hybrid-dp yes", "--sharding-degree or --dp-degree", "out: no ranks are left for replicas"),
     ("--config tab.yaml", "--config tab.yaml does not exist", "Did you mean tabs.yaml?"),
     # YAML
     ("--config typo.yaml", "in typo.yaml, key hiden_size is unknown", "--hidden-size"),
@@ -197,7 +204,10 @@ TOOLS = [
     ("convert hf-to-megapar org/model out", "convert: org/model does not exist; `hf download` fetches"),
     ("convert megapar-to-hf run out --shard-mb 0", "'0' is not a whole number >= 1"),
     (f"{TRAIN} --vocab-size 300 --output corpus.jsonl", "--output corpus.jsonl already exists"),
-    (f"{TRAIN} --vocab-size 9 --output corpus.jsonl --overwrite", "--output corpus.jsonl already exists"),
+    (f"{TRAIN} --vocab-size 9 --output corpus.jsonl --overwrite", "is one of the inputs; pass another file"),
+    ("data show corpus.jsonl 0.5 --tokenizer-model t.model", "corpus.jsonl 0.5: a weight follows its path"),
+    ("data show s3://b/day=1/x.jsonl", "s3://b/day=1/x.jsonl"),
+    ("data train-tokenizer corpus.jsonl --vocab-size 9 --output s3://b/k=v/t.model", "s3://b/k=v/t.model"),
     (f"{TRAIN} --vocab-size 300 --output run", "--output run is a folder; pass a file, such as run/tokenizer.model"),
     ("data prepare --input corpus.jsonl --tokenizer-model t.model --output run/", "--output run/ is a folder"),
 ]
