@@ -411,14 +411,14 @@ class Trainer:
             if failure.is_own(error):
                 self._end_saves()
             saved = self.checkpoints.folder is not None
-            failure.note(error, os.environ, self.stepper.feed.following(self.progress), saved=saved)
+            failure.note(error, os.environ, self.stepper.feed.following(self.progress, self._skipped), saved=saved)
             raise
         finally:
             with ExitStack() as closing:  # an error of one does not keep the others from closing
                 closing.callback(self.monitor.close)
-                closing.callback(self.loader.close)
-                for callback in reversed(callbacks):
-                    closing.callback(callback.close)
+                for callback in callbacks:
+                    closing.callback(callback.close)  # the last one first
+                closing.callback(self.loader.close)  # before the watchdog's, because it waits for a thread that reads
         self._report_end(exported)
         folder = self.checkpoints.folder
         return Outcome(
@@ -447,7 +447,8 @@ class Trainer:
     @property
     def _ended_source(self) -> str:
         """The source that ends the run before its last step, or ""."""
-        if self.config.data.on_source_end != STOP or self.corpus.source_end is None:
+        done = self.progress.iteration >= self.config.training.train_iters
+        if done or self.config.data.on_source_end != STOP or self.corpus.source_end is None:
             return ""
         (sample, source), progress = self.corpus.source_end, self.progress
         last = sample_at(progress.consumed_samples + self.stepper.feed.batch_size(progress) - 1, self._skipped)
@@ -652,7 +653,7 @@ class Trainer:
         scalars[PLACES] = self.places.state()
         scalars["verified"] = dict(self.guards.verified)
         scalars[RECORD] = self._identity
-        scalars[NAMES] = self.checkpoints.lineage.agreed
+        scalars[NAMES] = self.checkpoints.names_so_far()
         scalars["drops_tokens"] = self.job.sizes.drops_tokens
         return scalars
 

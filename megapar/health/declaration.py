@@ -39,6 +39,7 @@ _LAST_WORD = timedelta(seconds=30)  # for all ranks to read a refusal before the
 _SHOWN = 16  # hexadecimal digits of a hash
 _BY_CONTENT = ("data_path", "eval_data_path", "hf_dataset", "tokenizer_model", *KNOWLEDGE)
 _DEVICE = "device"
+_SCRIPT = "the script"
 _DISPATCH = "the dispatch of experts"
 _MOST_RANGES, _MOST_HOSTS, _MOST_VALUES, _MOST_LETTERS = 4, 3, 4, 60  # in a message
 
@@ -181,7 +182,7 @@ class RankEntry(Declaration):
             {flag.spelling: _text(values[flag.name], flag) for flag in flags},
             frozenset(flag.spelling for flag in flags if is_given(config.origins.get(flag.name))),
             {
-                "the script": SCRIPTS[config.kind],
+                _SCRIPT: SCRIPTS[config.kind],
                 _DEVICE: device.type,
                 "the tokenizer's fingerprint": corpus.tokenizer.fingerprint()[:_SHOWN],
                 **_dispatch(config, device),
@@ -290,6 +291,8 @@ def _dispatch(config: Config, device: Device) -> dict[str, str]:
 def _fix(name: str) -> str:
     if name.startswith("--"):
         return "Pass the same flags on all nodes, for example from one script or one --config file."
+    if name == _SCRIPT:
+        return "Run the same trainer on all nodes."
     if name in installed():
         return "Install the same version on all nodes."
     if name == _DISPATCH:

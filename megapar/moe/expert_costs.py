@@ -114,13 +114,7 @@ class _ExpertLayer:
         if view.node_ep:
             order, rows_moved, temporary = self._rows_by_node()
         return [
-            OpCost(
-                "router",
-                router,
-                (Product(s, H, E, wide=True),),
-                moved=moved,
-                transient=transient + self.passing,
-            ),
+            OpCost("router", router, (Product(s, H, E, wide=True),), moved=moved, transient=transient + self.passing),
             OpCost("dispatch", order, moved=rows_moved, sent=tuple(self._sent()), transient=temporary + self.passing),
         ]
 

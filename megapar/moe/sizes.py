@@ -224,4 +224,6 @@ class MoeSizes:
     @cached_property
     def capacity_per_token(self) -> Fraction:
         """Exact value of factor · k / E."""
-        return Fraction(self.topk, self.num_experts) * Fraction(str(self.capacity_factor))
+        # Digits of the factor beyond these would exceed int64 on the device, times the tokens of a micro-batch.
+        factor = Fraction(str(self.capacity_factor)).limit_denominator(10**6)
+        return Fraction(self.topk, self.num_experts) * factor

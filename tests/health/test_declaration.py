@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megapar.arguments import FLAGS, parse
 from megapar.core.device.base import Device
 from megapar.errors import ConfigError, DistributedError, MegaparError
+from megapar.health import declaration
 from megapar.health.declaration import Declaration, Node, RankEntry, differences, verdict
 from megapar.trainer import train
 from megapar.training.building.corpus import make_corpus
@@ -255,3 +256,7 @@ def test_nodes_that_would_choose_different_dispatches_hear_of_it() -> None:
         "the dispatch of experts",
     }
     assert "pass --moe-dispatch plain on all of them" in asked(two, four)[0]
+
+
+def test_nodes_with_other_trainers_are_told_so() -> None:
+    assert "same trainer" in declaration._fix(declaration._SCRIPT)

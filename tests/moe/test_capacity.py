@@ -4,7 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megapar.arguments import FLAGS
-from megapar.moe.capacity import keep_by_order, keep_by_probability, queue_starts
+from megapar.moe.capacity import capacity_on_device, keep_by_order, keep_by_probability, queue_starts
+from megapar.moe.sizes import MoeSizes
 from megapar.moe.stats import count_pairs
 from tests.moe import oracle
 
@@ -87,3 +88,13 @@ def test_pieces_with_counts_keep_what_the_whole_keeps(routing, policy, data):
 def test_probs_has_no_queue_starts():
     with pytest.raises(ValueError, match="probs"):
         queue_starts(torch.zeros(1, 2, 4, dtype=torch.long), 0, "probs")
+
+
+@pytest.mark.parametrize("factor", [4 / 3, 2 / 3, 1.1, 1.25, 1e-7])
+def test_the_device_has_the_capacity_of_the_host(factor):
+    sizes = MoeSizes(
+        hidden_size=8, ffn_hidden_size=8, num_experts=8, topk=2, kind="deepspeed_moe", capacity_factor=factor
+    )
+    for tokens in (7, 4096, 1 << 20):
+        assert int(capacity_on_device(sizes, torch.tensor(tokens))) == sizes.capacity(tokens)
+    assert sizes.capacity(1 << 20) == max(sizes.min_capacity, -(-(1 << 18) * round(factor * 3e5) // 300000))

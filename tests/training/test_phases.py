@@ -243,6 +243,9 @@ def test_a_source_ends_the_run_before_it_repeats(runs: Runs, told: list[str]) ->
     assert done.checkpoint.name == f"iter_{done.iteration:07d}"
     again, nothing = runs.run(WEIGHTS, 35, *stop, "--load", str(runs.folder / "saved"))
     assert (again.iteration, nothing) == (done.iteration, {})
+    told.clear()
+    runs.run(WEIGHTS, done.iteration, *stop[:2])  # all of its steps
+    assert not any(line.startswith("ended at") for line in told)
 
 
 def test_the_future_may_change_and_the_past_may_not(runs: Runs, told: list[str]) -> None:

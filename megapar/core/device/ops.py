@@ -82,10 +82,7 @@ OPS: Mapping[str, Mapping[str, Form]] = MappingProxyType(
         "swiglu": _forms(layer_ops.swiglu_reference, cuda=layer_ops.swiglu_cuda, npu=ascend.swiglu_npu),
         "clamped_swiglu": _forms(layer_ops.clamped_swiglu_reference, cuda=layer_ops.clamped_swiglu_cuda),
         "rotary": _forms(
-            rotary.rotary_reference,
-            cpu=rotary.rotary_in_place,
-            cuda=rotary.rotary_in_place,
-            npu=ascend.rotary_npu,
+            rotary.rotary_reference, cpu=rotary.rotary_in_place, cuda=rotary.rotary_in_place, npu=ascend.rotary_npu
         ),
         "rotary_heads": _forms(
             rotary.rotary_heads_reference,

@@ -37,7 +37,7 @@ class LossScale:
         """Adjust the scale after a step."""
         if not overflow:
             self.good_steps += 1
-            if self.good_steps == self.window:
+            if self.good_steps >= self.window:  # a resumed run may have a shorter window
                 self.value *= self.factor
                 self.good_steps, self.chances = 0, self.hysteresis
             return

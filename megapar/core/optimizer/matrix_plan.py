@@ -176,11 +176,7 @@ class _Pieces:
 
 
 def deal_matrices(
-    matrices: Sequence[Matrix],
-    holders: StageHolders,
-    ranks: int,
-    work: Callable[[Matrix], int],
-    round_elements: int,
+    matrices: Sequence[Matrix], holders: StageHolders, ranks: int, work: Callable[[Matrix], int], round_elements: int
 ) -> list[Dealt]:
     """Return the owner and the round of each matrix. The arguments are those of ``plan_matrices``."""
     all_holders = [holders.of(matrix) for matrix in matrices]

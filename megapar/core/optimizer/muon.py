@@ -152,11 +152,7 @@ class MuonOptimizer:
 
     @torch.no_grad()
     def step(
-        self,
-        lr: float,
-        found_inf: Tensor | None = None,
-        grad_scale: Tensor | None = None,
-        rates: StepRates = CONSTANT,
+        self, lr: float, found_inf: Tensor | None = None, grad_scale: Tensor | None = None, rates: StepRates = CONSTANT
     ) -> None:
         """Update all masters from their gradients. For ``found_inf`` and ``grad_scale`` see ``Update``."""
         update = self._others.next_update if self._pieces else None

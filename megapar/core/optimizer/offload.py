@@ -61,11 +61,7 @@ class OffloadedOptimizer:
         self.seen_by: SlotReader | None = None
 
     def step(
-        self,
-        lr: float,
-        found_inf: Tensor | None = None,
-        grad_scale: Tensor | None = None,
-        rates: StepRates = CONSTANT,
+        self, lr: float, found_inf: Tensor | None = None, grad_scale: Tensor | None = None, rates: StepRates = CONSTANT
     ) -> None:
         """Update all masters, as ``Optimizer.step``; then the current stream waits for the copies to the host."""
         current = self._device.current_stream()

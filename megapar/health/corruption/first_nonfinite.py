@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,21 +19,20 @@ class FirstNonfinite:
     """The first non-finite value that this rank has found.
 
     Attributes:
-        stage: This rank's place on the pp axis.
         micro_batch: The running one; set by the caller.
-        first: ((micro-batch, place on pp, number of modules finished before), description); None if there is none.
+        first: ((micro-batch, place in the model, number of modules finished before), description); None if there is
+            none.
     """
 
-    stage: int = 0
     micro_batch: int = 0
     first: tuple[tuple[int, int, int], str] | None = None
     _finished: int = field(default=0, repr=False)
 
-    def check(self, name: str, output: Any) -> None:
-        """Check the output of a module that has finished."""
+    def check(self, name: str, output: Any, place: int) -> None:
+        """Check the output of a module that has finished, at this place in the forward of the whole model."""
         self._finished += 1
         if self.first is None and any(not tensor.isfinite().all().item() for tensor in _floats(output)):
-            self.first = (self.micro_batch, self.stage, self._finished), f"the output of {name or 'the model'}"
+            self.first = (self.micro_batch, place, self._finished), f"the output of {name or 'the model'}"
 
     def over_ranks(self, world: Axis) -> str:
         """Return the first one over all ranks, with its ranks, or "" if all outputs were finite."""
@@ -61,16 +60,25 @@ def _floats(value: Any) -> Iterator[Tensor]:
 
 
 @contextmanager
-def watch(model: nn.Module, stage: int) -> Iterator[FirstNonfinite]:
-    """Check the output of every module inside the block. A non-finite parameter is found at its start."""
-    nonfinite = FirstNonfinite(stage)
+def watch(model: Any, units: Sequence[str]) -> Iterator[FirstNonfinite]:
+    """Check the output of every module inside the block. A non-finite parameter is found at its start.
+
+    Args:
+        model: This rank's part of the model, with its modules by ``units()``.
+        units: Units of the parameters of the whole model, in forward order.
+    """
+    nonfinite, order = FirstNonfinite(), {unit: number for number, unit in enumerate(dict.fromkeys(units))}
+    own: dict[str, tuple[nn.Module, ...]] = model.units()
+    places = {
+        module: order[unit] for unit, tops in own.items() if unit in order for top in tops for module in top.modules()
+    }
     for name, parameter in model.named_parameters():
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         if nonfinite.first is None and not local.detach().isfinite().all().item():
-            nonfinite.first = (0, stage, -1), f"the parameter {name}"
+            nonfinite.first = (0, -1, -1), f"the parameter {name}"
 
     def hook(name: str) -> Any:
-        return lambda module, inputs, output: nonfinite.check(name, output)
+        return lambda module, inputs, output: nonfinite.check(name, output, places.get(module, len(order)))
 
     handles = [module.register_forward_hook(hook(name)) for name, module in model.named_modules()]
     try:

@@ -55,12 +55,14 @@ class DigestRecord(NamedTuple):
 
 def first_difference(first: DigestRecord, second: DigestRecord) -> DigestPoint | None:
     """Return the earliest point at which two runs of the same step differ, or None if they are equal."""
-    if first.points != second.points:
-        pairs = zip(first.points, second.points, strict=False)
-        differing = [point for point, other in pairs if point != other] or [*first.points, *second.points]
-        return differing[0]._replace(name=f"the order of work at {differing[0].name}")
-    digests = zip(first.points, first.digests, second.digests, strict=True)
-    return min((point for point, digest, other in digests if digest != other), default=None)
+    pairs = list(zip(first.points, second.points, strict=False))
+    alike = next((number for number, (point, other) in enumerate(pairs) if point != other), len(pairs))
+    digests = zip(first.points[:alike], first.digests, second.digests, strict=False)
+    point = min((point for point, digest, other in digests if digest != other), default=None)
+    if point is not None or first.points == second.points:
+        return point
+    parts = (first.points[alike:] or second.points[alike:])[0]
+    return parts._replace(name=f"the order of work at {parts.name}")
 
 
 class StepDigest:

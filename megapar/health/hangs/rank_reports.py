@@ -60,6 +60,9 @@ def _thread_report(thread: int, section: Section | None, sections: Sections) -> 
     }
 
 
+_OWN = __file__.removesuffix("health/hangs/rank_reports.py")  # also where megapar is installed
+
+
 def line_of(thread: int) -> tuple[str, str, bool]:
     """Return the present position of a thread.
 
@@ -72,7 +75,7 @@ def line_of(thread: int) -> tuple[str, str, bool]:
     while frame is not None:
         path, number, name = frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
         lines.append(f"{path}:{number} in {name}: {linecache.getline(path, number).strip()}")
-        if "site-packages" not in path and "/lib/python" not in path:
+        if path.startswith(_OWN) or ("site-packages" not in path and "/lib/python" not in path):
             return lines[-1], "" if waits else _file_in(frame.f_locals), waits
         waits = waits or "/torch/distributed/" in path or path.endswith(("/threading.py", "/queue.py"))
         frame = frame.f_back

@@ -23,6 +23,7 @@ class Section:
         detail: Such as the iteration.
         began: Start in seconds of the clock, plus the time of the sections inside it, which does not count.
         compiled: The count of compilations at the start.
+        inside_seconds: Time of the sections inside it that have ended.
         reported_seconds: The time at which it was last reported as slow.
     """
 
@@ -32,6 +33,7 @@ class Section:
     thread: int
     compiled: int
     reported_seconds: float = 0.0
+    inside_seconds: float = 0.0
 
 
 class Overdue(NamedTuple):
@@ -90,7 +92,8 @@ class Sections:
             kind = self._kind(section)
             self._longest[kind] = max(seconds, self._longest.get(kind, 0.0))
             if stack:
-                stack[-1].began += seconds
+                stack[-1].began += seconds + section.inside_seconds
+                stack[-1].inside_seconds += seconds + section.inside_seconds
             else:
                 del self._stacks[thread]
 

@@ -41,7 +41,7 @@ def with_epochs(config: Config, samples: int) -> Config:
         optimizer = replace(optimizer, lr_wsd_decay_iters=max(1, optimizer.lr_decay_iters // 10))
     training = replace(config.training, train_iters=steps)
     settled = replace(config, training=training, optimizer=optimizer, origins={**config.origins, **derived})
-    if refused := check({**settled.values(), "kind": config.kind}).refused:
+    if refused := check({**settled.values(), "kind": config.kind, "train_epochs": 0}).refused:
         raise ConfigError(refused)
     return settled
 

@@ -195,13 +195,7 @@ class Stepper:
             model.update_router_bias(rows, rate, None if found_inf is None else 1 - found_inf)
 
     def _report(
-        self,
-        work: StepBatches,
-        verdict: StepVerdict,
-        lr: float,
-        rates: StepRates,
-        update: UpdateFacts,
-        seconds: float,
+        self, work: StepBatches, verdict: StepVerdict, lr: float, rates: StepRates, update: UpdateFacts, seconds: float
     ) -> StepResult:
         progress, job = self.progress, self.job
         return StepResult(

@@ -88,8 +88,11 @@ def out_of_memory(config: Config, device: Device, error: torch.OutOfMemoryError,
         )
     lines.append(planned)
     snapshot = (at(config.checkpoint.save or ".").local_path() or Path(".")) / f"out-of-memory-rank{rank}.pickle"
-    if device.save_memory_snapshot(snapshot):
-        lines.append(f"snapshot for pytorch.org/memory_viz: {snapshot}")
+    try:
+        if device.save_memory_snapshot(snapshot):
+            lines.append(f"snapshot for pytorch.org/memory_viz: {snapshot}")
+    except OSError as unwritten:
+        lines.append(f"no snapshot: {snapshot} cannot be written: {unwritten}")
     lines.append(
         "Run megapar plan to find a layout that fits, recompute activations (docs/recompute.md), or lower "
         "--micro-batch-size."

@@ -147,7 +147,7 @@ def _differs(config: Config, flag: Flag, value: object) -> bool:
 
 def _line(flag: Flag, value: object) -> str:
     if isinstance(value, bool):
-        return flag.spelling if value else f"--no-{flag.spelling.removeprefix('--').removeprefix('no-')}"
+        return flag.spelling if value else flag.negation
     if isinstance(value, tuple) and not flag.comma:
         return f"{flag.spelling} {' '.join(shlex.quote(str(item)) for item in value)}"
     return f"{flag.spelling} {shlex.quote(written(value, flag))}"
@@ -185,8 +185,10 @@ def consumption(config: Config) -> tuple[int, int]:
         end = config.phases.after(iterations)
         return end.first_sample, end.first_position
     first = min(growing.iters, iterations)
-    samples = sum(growing.batch_at(step) for step in range(first)) + (iterations - first) * growing.batch
-    return samples, samples * config.model.seq_length
+    rest = (iterations - first) * growing.batch
+    samples = sum(growing.batch_at(step) for step in range(first)) + rest
+    grown = sum(growing.batch_at(step) * growing.length_at(step) for step in range(first))
+    return samples, grown + rest * config.model.seq_length
 
 
 def epochs(samples: int, contents: Sequence[Content]) -> str | None:

@@ -112,7 +112,7 @@ class ProgressTerminal(PlainTerminal):
 
     def print_line(self, text: str) -> None:
         """Print a line above the bar."""
-        self._progress.console.print(text, markup=False, highlight=False)
+        self._progress.console.print(text, markup=False, highlight=False, emoji=False)
 
     def status(self) -> StatusLine:
         """Return the name of the bar as the line of slow work."""

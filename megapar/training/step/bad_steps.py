@@ -76,6 +76,7 @@ class BadStepPolicy:
         self._folder = folder
         self.spikes = spikes
         self.in_a_row = 0
+        self._any_good = False
         self.messages: list[str] = []
 
     def state(self) -> dict[str, Any]:
@@ -89,7 +90,7 @@ class BadStepPolicy:
 
     def end_streak(self) -> None:
         """Reset the count of bad steps in a row, because a step updated the model."""
-        self.in_a_row = 0
+        self.in_a_row, self._any_good = 0, True
 
     def not_finite(self, iteration: int, norm: float, samples: str, why: str) -> None:
         """Count a step to skip. Raises TrainingError if the limit is exceeded."""
@@ -97,8 +98,8 @@ class BadStepPolicy:
         step = f"iteration {iteration}: gradient norm {norm}; {why}; samples {samples}"
         if self.in_a_row > self._limit:
             note = self._note({"iteration": iteration, "samples": samples, "found": why})
-            advice = f"Lower --lr, or resume and skip the data with --skip-samples {samples}."
-            if not self.spikes.losses:
+            advice = f"Lower --lr, or resume and skip the data with --skip-samples {samples}, beside its other ranges."
+            if not (self._any_good or self.spikes.losses):
                 advice = "No step was good before: look at the model and its initial weights."
             raise TrainingError(
                 f"{step}. {self.in_a_row} steps in a row were bad, --bad-step-limit is {self._limit}. {advice}{note}",
@@ -117,7 +118,8 @@ class BadStepPolicy:
             self.messages.append(f"WARNING: iteration {iteration}: {spike}; samples {samples}: step skipped")
             return True
         if spike:
-            self.messages.append(f"WARNING: iteration {iteration}: {spike} again: taken as ordinary from now on")
+            after = f"after {self.in_a_row} skipped steps in a row (--bad-step-limit {self._limit})"
+            self.messages.append(f"WARNING: iteration {iteration}: {spike} {after}: taken as ordinary from now on")
         self.spikes.add(loss, norm)
         return False
 

@@ -12,6 +12,7 @@ from megapar.arguments import Config
 from megapar.core.comm.agreement import reduce_numbers
 from megapar.core.comm.axis import Axis
 from megapar.data.batches import Loader, MicroBatch
+from megapar.data.sampling.skipping import Range, sample_at
 from megapar.model.ernie.model import Ernie
 from megapar.training.step.job import Job
 from megapar.training.step.progress import Progress
@@ -109,10 +110,11 @@ class BatchFeed:
             length=length,
         )
 
-    def following(self, progress: Progress) -> tuple[int, str]:
-        """Return the number of the step after ``progress``, and its samples as "first-last"."""
+    def following(self, progress: Progress, skipped: Sequence[Range] = ()) -> tuple[int, str]:
+        """Return the number of the step after ``progress``, and the numbers of its samples as "first-last"."""
         first = progress.consumed_samples
-        return progress.iteration + 1, f"{first}-{first + self.batch_size(progress) - 1}"
+        last = first + self.batch_size(progress) - 1
+        return progress.iteration + 1, f"{sample_at(first, skipped)}-{sample_at(last, skipped)}"
 
     def batch_size(self, progress: Progress) -> int:
         """Return the number of samples of the step after ``progress``."""

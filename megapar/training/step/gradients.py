@@ -86,7 +86,7 @@ class Gradients:
 
     def watched(self, work: StepBatches) -> tuple[Summed, FirstNonfinite]:
         """Run a step like ``make``, and locate the first non-finite value of its forward."""
-        with watch(self._job.model, self._job.world.axis("pp").rank) as watched:
+        with watch(self._job.model, [spec.unit for spec in self._job.table]) as watched:
             self._watched = watched
             summed = self.make(work)
         self._watched = None

@@ -43,3 +43,9 @@ def test_a_restored_scale_goes_on_where_it_was() -> None:
     values(first, "xx.")
     second.restore(first.state())
     assert second == first
+
+
+def test_a_window_shorter_than_the_steps_of_the_loaded_scale_ends() -> None:
+    scale = replace(START, window=3, good_steps=7)
+    assert values(scale, ".") == [32]
+    assert scale.good_steps == 0

@@ -75,7 +75,7 @@ def test_runs_that_do_not_do_the_same_differ() -> None:
     points = DigestPoint(FORWARD, 0, "a"), DigestPoint(FORWARD, 1, "b")
     found = first_difference(DigestRecord(points, (1, 2)), DigestRecord(points[:1], (1,)))
     assert found is not None
-    assert found.name == "the order of work at a"
+    assert found.name == "the order of work at b"
 
 
 def test_outputs_of_units_are_noted_while_they_are_watched() -> None:
@@ -93,3 +93,13 @@ def test_a_head_beside_the_copy_of_an_embedding_is_the_head() -> None:
     with step_digest.watching({"embedding": (head,), "layers.0": (layer,), "head": (head,)}):
         head(layer(torch.ones(1, 2)))
     assert [point.name for point in step_digest.end().points] == ["the output of layers.0", "the output of head"]
+
+
+def test_an_earlier_difference_counts_before_a_part_that_is_missing() -> None:
+    a, b, c = (DigestPoint(FORWARD, number, name) for number, name in enumerate("abc"))
+    short, long = DigestRecord((a, b), (1, 2)), DigestRecord((a, b, c), (1, 2, 3))
+    for pair in ((short, long), (long, short)):
+        found = first_difference(*pair)
+        assert found is not None
+        assert found.name == "the order of work at c"
+    assert first_difference(short, DigestRecord((a, c), (9, 2))) == a

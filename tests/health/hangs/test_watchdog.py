@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megapar.core.comm.accounts import FlightRecorder
 from megapar.core.comm.axis import Axis
 from megapar.files.disk import DiskWriting
+from megapar.health.hangs import rank_reports
 from megapar.health.hangs import watchdog as watchdog_module
 from megapar.health.hangs.gathering import Survey
 from megapar.health.hangs.rank_reports import explain, late_ranks, line_of
@@ -391,3 +392,31 @@ def test_a_rank_that_waited_for_a_late_one_records_that(late: list[int], waited:
     )
     watchdog._final_report(watchdog.report(), Survey({}, late, OVERDUE, False))
     assert len(noted) == waited
+
+
+def test_an_installed_package_is_its_own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_reports, "_OWN", "/v/lib/python3.12/site-packages/megapar/")
+    names: dict[str, Any] = {"released": [], "entered": threading.Event()}
+    text = "def write(path):\n    entered.set()\n    while not released:\n        pass\n"
+    exec(compile(text, f"{rank_reports._OWN}files/w.py", "exec"), names)
+    thread = threading.Thread(target=names["write"], args=(tmp_path / "shard",), daemon=True)
+    thread.start()
+    try:
+        assert names["entered"].wait(10)
+        assert thread.ident is not None
+        seen = {line_of(thread.ident)[1:] for _ in range(200)}
+    finally:
+        names["released"].append(True)
+        thread.join(10)
+    assert (str(tmp_path / "shard"), False) in seen
+
+
+def test_the_time_of_sections_inside_counts_for_none_around_them() -> None:
+    now = 0.0
+    sections = Sections({}, clock=lambda: now)
+    for name in ("outer", "middle", "inner"):
+        sections.begin(name)
+    for _ in range(3):
+        now += 100.0
+        sections.end()
+    assert [sections._longest[name] for name in ("inner", "middle", "outer")] == [100.0] * 3

@@ -108,3 +108,11 @@ def test_validate_only_refuses_conversations_of_another_template(prepared: tuple
     assert with_known_epochs(same := parse("moe", flags)) is same
     Path(f"{prefix}.chat").unlink()
     assert "chat.chat is missing, so what encoded the conversations is not compared" in outline(same)
+
+
+def test_steps_are_not_compared_before_they_are_known() -> None:
+    for flags in (("--lr-warmup-iters", "200"), ("--lr-decay-style", "wsd", "--lr-wsd-decay-iters", "200")):
+        made = config("--train-epochs", "30", *flags)
+        assert with_epochs(made, 10_000).training.train_iters == 75_000
+        with pytest.raises(ConfigError, match="lr-"):
+            with_epochs(made, 10)

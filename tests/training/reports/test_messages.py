@@ -10,6 +10,7 @@ from megapar.arguments import parse
 from megapar.core.device.base import Device, MemoryPressure
 from megapar.errors import ConfigError, TrainingError
 from megapar.planning.devices import planned_memory
+from megapar.training.reports.messages import out_of_memory
 from tests.support.training import COMMON, SMALL
 
 
@@ -42,6 +43,18 @@ def test_out_of_memory_is_explained_with_a_snapshot_and_the_plan(tmp_path, monke
     for part in ("2 GiB", "100.00 GiB", "3.00 GiB", "retries: 7", "megapar plan (h200-141g): stage 0 peaks at"):
         assert part in said
     assert (tmp_path / "out-of-memory-rank0.pickle").read_text() == "snapshot"
+
+
+class _OnAFullDisk(_Full):
+    def save_memory_snapshot(self, path) -> bool:
+        raise PermissionError("read-only")
+
+
+def test_out_of_memory_is_explained_though_no_snapshot_can_be_written(tmp_path):
+    config = parse("moe", [*SMALL["moe"], *COMMON, "--save", str(tmp_path)], {})
+    error = out_of_memory(config, _OnAFullDisk(), torch.OutOfMemoryError("tried to allocate 2 GiB"), "megapar plan (x)")
+    for part in ("2 GiB", "megapar plan (x)", "no snapshot: ", "cannot be written: read-only"):
+        assert part in str(error)
 
 
 class _Gpu(Device):

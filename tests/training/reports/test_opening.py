@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from megapar import __version__
-from megapar.arguments import Config, parse
+from megapar.arguments import FLAGS, Config, parse, resolved_values
 from megapar.core.comm.world import World
 from megapar.core.device.base import Device
 from megapar.core.grid import Grid
@@ -205,10 +205,20 @@ def test_the_samples_of_a_run_are_those_that_it_reads(kind: str, flags: str) -> 
     config = parse(kind, last_wins(SMALL[kind], ["--data-path", "mock", *flags.split()]), {})
     world = World(config.grid, 0, Device(), None, torch.distributed.default_pg_timeout)
     feed, progress = BatchFeed(config, parallelize(config, world)), Progress()
+    positions = 0
     for _ in range(config.training.train_iters):
-        progress.consumed_samples += feed._grow(progress)[0]
+        batch, length = feed._grow(progress)
+        progress.consumed_samples += batch
+        positions += batch * (length or config.model.seq_length)
         progress.iteration += 1
-    assert opening.consumption(config)[0] == progress.consumed_samples
+    assert opening.consumption(config) == (progress.consumed_samples, positions)
+
+
+def test_a_switch_is_told_as_it_would_be_written() -> None:
+    for flag in FLAGS.values():
+        for value in (True, False) if flag.type == "bool" and not flag.meta else ():
+            line = [opening._line(flag, value), "--rules-only"]
+            assert resolved_values(flag.models[0], line, {})["requested"][flag.name] is value
 
 
 def hosts_of(rank: int, world_size: int, rendezvous: str) -> list[str]:

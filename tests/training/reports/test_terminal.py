@@ -156,3 +156,10 @@ def test_a_guessed_peak_gives_no_mfu_and_an_equal_loss_is_said_once() -> None:
     line = describe(replace(record(3, 1.0), loss=2.0, lm_loss=2.0, mfu_peak="measured"), 8)
     assert "MFU" not in line
     assert "lm" not in line.split()
+
+
+def test_a_line_above_the_bar_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    terminal = ProgressTerminal(10, 1, TimeLeft(10, {}), 0)
+    terminal.print_line("socket.cpp:100: error in [bold]/data/a:100:b")
+    terminal.close()
+    assert "socket.cpp:100: error in [bold]/data/a:100:b" in capsys.readouterr().out

@@ -33,6 +33,10 @@ LAYOUTS = {
     "sharding 2": (2, ("--sharding-degree", "2")),
     "stage 3, dp 2": (4, ("--sharding-degree", "2", "--hybrid-dp", "--sharding-stage", "3")),
     "mp 2, sp": (2, ("--mp-degree", "2", "--sequence-parallel")),
+    "pp 2, interleaved": (
+        2,
+        ("--pp-degree", "2", "--pp-schedule", "interleaved", "--vpp-degree", "2", "--num-layers", "4"),
+    ),
     "pp 2, dp 2": (4, ("--pp-degree", "2", "--sharding-degree", "1", "--hybrid-dp")),
 }
 FP64 = ("--dtype", "fp64")
@@ -315,3 +319,25 @@ def test_replicas_stay_the_same_beside_pieces_of_uneven_lengths() -> None:
     """An optimizer's kernel rounds the end of a range otherwise: ranges must not join what mp splits and repeats."""
     flags = ("--mp-degree", "2", "--replica-check-interval", "1", "--train-iters", "40", "--lr", "3e-2")
     assert run(2, "ernie", *flags, "--vocab-size", "103").iteration == 40
+
+
+def test_a_good_step_before_the_first_log_is_one() -> None:
+    policy = BadStepPolicy(0, SpikeDetector(6.0), None)
+    policy.end_streak()
+    with pytest.raises(TrainingError, match="--skip-samples 40-47, beside"):
+        policy.not_finite(6, math.nan, "40-47", "x")
+    with pytest.raises(TrainingError, match="No step was good before"):
+        BadStepPolicy(0, SpikeDetector(6.0), None).not_finite(1, math.nan, "0-7", "x")
+
+
+def test_a_spike_that_is_taken_says_after_how_many_skipped_steps() -> None:
+    policy = BadStepPolicy(3, SpikeDetector(6.0), None)
+    for step in range(20):
+        policy.spikes.add(1.0 + 0.05 * (step % 2), 1.0)
+    for step in range(3):
+        policy.not_finite(step, math.nan, "0-7", "x")
+    policy.pop_messages()
+    assert not policy.is_spike(24, 9.0, 1.0, "8-15")
+    (said,) = policy.pop_messages()
+    assert "again" not in said
+    assert "after 3 skipped steps in a row (--bad-step-limit 3): taken as ordinary" in said

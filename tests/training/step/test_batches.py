@@ -7,10 +7,17 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from megapar.arguments import parse
+from megapar.core.comm.world import World
+from megapar.core.device.base import Device
 from megapar.trainer import train
+from megapar.training.building.parallelize import parallelize
+from megapar.training.step.batches import BatchFeed
 from megapar.training.step.evaluate import rounds
+from megapar.training.step.progress import Progress
+from tests.support.training import SMALL, last_wins
 
 
 def test_padding_is_no_token(tmp_path: Path) -> None:
@@ -39,3 +46,13 @@ def test_each_sample_counts_once_and_all_ranks_run_alike(samples: int, size: int
     assert sorted(counted) == list(range(samples))
     assert len({tuple((len(numbers), end) for numbers, _, end in run) for run in runs}) == 1
     assert all(numbers.stop <= end for run in runs for numbers, _, end in run)
+
+
+def test_samples_of_the_next_step_have_their_numbers() -> None:
+    config = parse("moe", last_wins(SMALL["moe"], ["--data-path", "mock", "--global-batch-size", "8"]), {})
+    world = World(config.grid, 0, Device(), None, torch.distributed.default_pg_timeout)
+    feed = BatchFeed(config, parallelize(config, world))
+    progress = Progress(iteration=25, consumed_samples=200)
+    assert feed.following(progress) == (26, "200-207")
+    assert feed.following(progress, [(0, 99)]) == (26, "300-307")
+    assert feed.following(progress, [(0, 99), (303, 303)]) == (26, "300-308")
