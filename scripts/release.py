@@ -13,6 +13,7 @@ import argparse
 import re
 import subprocess
 import sys
+import tempfile
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -89,8 +90,11 @@ def main() -> int:
     wrong += [f"files are not committed:\n{changed.rstrip()}"] if changed else []
     if not wrong and not options.check:
         dist = ROOT / "dist"
-        command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(dist), str(ROOT)]
-        subprocess.run(command, check=True)
+        with tempfile.TemporaryDirectory() as clean:  # setuptools packs what an earlier build left in build/lib
+            archive = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, stdout=subprocess.PIPE, check=True).stdout
+            subprocess.run(["tar", "-x", "-C", clean], input=archive, check=True)
+            command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(dist), clean]
+            subprocess.run(command, check=True)
         wrong += wheel_complaints(dist / f"megapar-{version}-py3-none-any.whl", version)
     for one in wrong:
         print(f"release: {one}", file=sys.stderr)

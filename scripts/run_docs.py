@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -143,19 +144,21 @@ def run_page(
         try:
             status = shell.wait(limit)
         except subprocess.TimeoutExpired:
-            status = -1
+            status = None
         finally:  # no process survives, even if this script is stopped
             _end(shell)
-    if status:
+    if status != 0:
         printed = output.read_text(encoding="utf-8", errors="replace")
-        raise PageError(_failure(wanted, printed, "" if status > 0 else f"cut off after {limit:g} s"))
+        reason = f"cut off after {limit:g} s" if status is None else f"killed by signal {-status}" if status < 0 else ""
+        raise PageError(_failure(wanted, printed, reason))
     return len(wanted), time.monotonic() - start
 
 
 def _end(shell: subprocess.Popen[bytes]) -> None:
-    if shell.poll() is None:
+    """Kill a shell, and what its page has left in the background."""
+    with suppress(ProcessLookupError):
         os.killpg(shell.pid, signal.SIGKILL)
-        shell.wait()
+    shell.wait()
 
 
 def run_pages(paths: Sequence[Path], work: Path, jobs: int) -> int:
@@ -178,7 +181,8 @@ def run_pages(paths: Sequence[Path], work: Path, jobs: int) -> int:
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
         for shell in shells:  # none is left unless this script is stopped
-            _end(shell)
+            if shell.poll() is None:
+                _end(shell)
         pool.shutdown()
     return failed
 

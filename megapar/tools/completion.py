@@ -125,7 +125,7 @@ def flag_parser(kinds: Iterable[str], parser: argparse.ArgumentParser | None = N
             continue
         spellings = [flag.spelling]
         if not flag.takes_value:
-            spellings += [f"--no-{flag.spelling[2:]}"] if not flag.spelling.startswith("--no-") else []
+            spellings += [flag.negation] if not flag.spelling.startswith("--no-") else []
         spellings = [name for name in spellings if name not in parser._option_string_actions]
         if spellings:
             _complete_values(parser.add_argument(*spellings, **_options(flag)), flag)

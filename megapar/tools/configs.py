@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
         print(listing())
         return 0
     path = FOLDER / f"{name.removesuffix(SUFFIX)}{SUFFIX}"
-    if path.name.removesuffix(SUFFIX) not in preset_names():
+    if name.removesuffix(SUFFIX) not in preset_names():
         hint = f"Did you mean {near}?" if (near := near_preset(name)) else "megapar configs lists them."
         print(f"megapar configs: the package has no configuration {name}. {hint}", file=sys.stderr)
         return 2
@@ -109,12 +109,13 @@ def _yaml(value: Any) -> str:
     if (
         isinstance(value, str)
         and re.fullmatch(r"[A-Za-z][\w-]*", value)
-        and value not in ("on", "off", "true", "false")
+        and value.lower() not in ("on", "off", "true", "false", "yes", "no", "null")
     ):
         return value
     if isinstance(value, float) and "." not in (text := repr(value)):
         return text.replace("e", ".0e")  # YAML 1.1 reads 1e-06 as text
-    return json.dumps(list(value) if isinstance(value, tuple) else value)
+    # YAML would read JSON's two escapes of a character beyond 16 bits as two characters.
+    return json.dumps(list(value) if isinstance(value, tuple) else value, ensure_ascii=not str(value).isprintable())
 
 
 def listing() -> str:

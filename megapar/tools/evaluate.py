@@ -271,7 +271,7 @@ def result_lines(means: Mapping[str, float], *, loss: bool = True, causal: bool 
         if name != "loss" and (loss or name.startswith(OF_TASK)):
             yield f"{name.removeprefix(OF_TASK)} {mean:.6f}"
     if loss and causal and "lm" in means:
-        yield f"perplexity {math.exp(means['lm']) if means['lm'] < 700 else math.inf:.6g}"
+        yield f"perplexity {math.inf if means['lm'] >= 700 else math.exp(means['lm']):.6g}"
 
 
 if __name__ == "__main__":

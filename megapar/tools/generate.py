@@ -138,8 +138,8 @@ def _continued(options: Namespace, model: Any, tokenizer: Any, prompt: str) -> s
         raise CheckpointError(f"the prompt has {len(ids)} tokens; {limit}. Pass another --prompt")
     draws = {"do_sample": options.temperature > 0}
     if draws["do_sample"]:
-        set_by = {"temperature": options.temperature, "top_k": options.top_k, "top_p": options.top_p}
-        draws |= {name: value for name, value in set_by.items() if value is not None}
+        # Without these, transformers draws from the 50 likeliest tokens.
+        draws |= {"temperature": options.temperature, "top_k": options.top_k or 0, "top_p": options.top_p or 1.0}
     given = torch.tensor([ids], device=model.device)
     if (new := min(options.max_new_tokens, left)) < options.max_new_tokens:
         limit = f"the model has positions for {positions}, so at most {new} tokens follow the {len(ids)} of the prompt"

@@ -17,7 +17,7 @@ from megapar.errors import Complaint, ConfigError
 from megapar.files.uri import refuse_wrong
 from megapar.tools.parser import Parser, count
 
-_NAME = re.compile(r"^task:\s*['\"]?([^'\"#\s]+)", re.MULTILINE)
+_NAME = re.compile(r"^task:[ \t]*['\"]?([^'\"#\s]+)", re.MULTILINE)
 
 
 def run_harness(options: Namespace, rest: Sequence[str]) -> str:

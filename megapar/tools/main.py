@@ -17,10 +17,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "pretrain": ("pretrain", "train a model (moe or ernie) in this process"),
         "launch": ("launcher.launch", "check the configuration once, then start the ranks of this node"),
-        "plan": (
-            "plan",
-            "estimate memory, traffic and time of a configuration; --show-schedule draws its pipeline",
-        ),
+        "plan": ("plan", "estimate memory, traffic and time of a configuration; --show-schedule draws its pipeline"),
         "configs": ("configs", "list the configurations that --config finds by name"),
         "evaluate": ("evaluate", "print the held-out loss of a checkpoint of any layout"),
         "generate": ("generate", "continue a prompt with a checkpoint of any layout, by transformers"),
@@ -80,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = f"Did you mean {near[0]}?" if near else f"Commands: {', '.join(COMMANDS)}."
         print(f"megapar: {argv[0]} is not a command. {hint}", file=sys.stderr)
         return 2
-    if argv[0] in _ON_PATHS and (urls := [word for word in argv if is_url(word.partition("=")[2] or word)]):
+    if argv[0] in _ON_PATHS and (urls := [word for word in argv if is_url(word) or is_url(word.partition("=")[2])]):
         print(f"megapar {argv[0]}: {REMOTE} (here {urls[0]}). {MOUNT}", file=sys.stderr)
         return 2
     try:

@@ -25,11 +25,7 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(
-        self,
-        *args: Any,
-        examples: Sequence[str] = (),
-        elsewhere: Mapping[str, str] = MappingProxyType({}),
-        **more: Any,
+        self, *args: Any, examples: Sequence[str] = (), elsewhere: Mapping[str, str] = MappingProxyType({}), **more: Any
     ) -> None:
         super().__init__(*args, **{"allow_abbrev": False, **more})
         self.examples, self.elsewhere = tuple(examples), elsewhere

@@ -18,10 +18,7 @@ from megapar.health.stop.parent import end_with_launcher
 from megapar.tools.packages import check_torch, packages_or_exit
 from megapar.training.loop.outline import outline
 
-MODELS = {
-    "moe": "a mixture-of-experts or dense decoder",
-    "ernie": "an ERNIE encoder",
-}
+MODELS = {"moe": "a mixture-of-experts or dense decoder", "ernie": "an ERNIE encoder"}
 """The trainers by the word that selects them, with what they train."""
 
 

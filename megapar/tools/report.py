@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
         sys.stderr.write(refusal(error.complaints))
         return ConfigError.exit_status
     except OSError as error:
-        text = f"{name} cannot be written: {error.strerror}. Pass --output FILE in a folder that can be."
+        text = f"{name} cannot be written: {error.strerror or error}. Pass --output FILE in a folder that can be."
         print(f"megapar report: {text}", file=sys.stderr)
         return 1
     print(f"wrote {name}")

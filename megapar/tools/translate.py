@@ -23,7 +23,16 @@ from megapar.tools.configs import yaml_of
 from megapar.tools.parser import Parser
 from megapar.tools.translation import open_values
 from megapar.tools.translation.cases import whole
-from megapar.tools.translation.source import ASSIGNED, Line, Script, UnreadableError, read_source, take_apart
+from megapar.tools.translation.source import (
+    ASSIGNED,
+    JSON,
+    YAML,
+    Line,
+    Script,
+    UnreadableError,
+    read_source,
+    take_apart,
+)
 from megapar.tools.translation.table import NAMES, trainer_kind
 from megapar.tools.translation.translated import (
     Translated,
@@ -43,6 +52,7 @@ SAME_TRAINING, NOTHING, OTHER_TRAINING = 0, 2, 3
 _STATUS = "Exit status: 0 the same training, 2 nothing to translate, 3 a different training or a refused command."
 _USAGE = "megapar translate train.sh, megapar translate run.yaml, megapar translate -- torchrun ... pretrain_gpt.py ..."
 _SHELLS = ("bash", "sh")
+_SCRIPTS = (".sh", ".sbatch", ".slurm", *YAML, *JSON)
 _OWN = ("--json", "--yaml", "--accept")
 _GUESSES = {
     "": "{}",
@@ -144,7 +154,11 @@ def _split_arguments(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         return words[:place], words[place + 1 :]
     if any(word.startswith("--") and word not in (*_OWN, "--help") for word in words):
         own = [word for word in words if word in _OWN]  # the -- was forgotten
-        return own, [word for word in words if word not in own]
+        rest = [word for word in words if word not in own]
+        if not rest[0].startswith("-") and Path(rest[0]).suffix in _SCRIPTS:
+            end = next(place for place, word in enumerate(rest) if word.startswith("--"))
+            return [*own, *rest[:end]], rest[end:]
+        return own, rest
     return words, []
 
 
@@ -153,7 +167,10 @@ def _source(given: Sequence[str], foreign: Sequence[str]) -> Script:
     if not given and not foreign:
         raise UnreadableError(f"nothing to translate: {_USAGE}")
     if not given:
-        words = shlex.split(foreign[0]) if len(foreign) == 1 and " " in foreign[0] else list(foreign)
+        try:
+            words = shlex.split(foreign[0]) if len(foreign) == 1 and " " in foreign[0] else list(foreign)
+        except ValueError as error:
+            raise UnreadableError(f"the command line cannot be read: {error}") from None
         if len(words) > 1 and words[0] in _SHELLS and words[1].endswith(".sh"):
             return read_source(Path(words[1]), {}, words[2:])
         return Script((take_apart(words),))

@@ -509,7 +509,7 @@ TRAINING = (
     # Spikes are detected from the third step on here (LEAST_BEFORE_A_SPIKE in tests/equivalence/run.py).
     Option("spike_skip", (*(None,) * 4, True), when=lambda d: legal.exact(d) and d.train_iters < 10),
     Option("spike_sigmas", (0.2, 1.0), when=legal.one_of("spike_skip", True)),
-    Option("bad_step_limit", (None, 1, 0, 12), when=legal.exact),
+    Option("bad_step_limit", lambda d: (None, 1, *([] if d.spike_skip else [0]), 12), when=legal.exact),
 )
 
 EVALUATION = (

@@ -193,6 +193,7 @@ def test_the_result_is_a_number_per_line() -> None:
     assert " | ".join(lines) == "loss 1.500000 | lm 0.693147 | mtp 1.000000 | perplexity 2"
     assert list(evaluate.result_lines({"mlm": 2.0, "loss": 2.0})) == ["loss 2.000000", "mlm 2.000000"]
     assert list(evaluate.result_lines({"lm": 800.0, "loss": 800.0}))[-1] == "perplexity inf"
+    assert list(evaluate.result_lines({"lm": math.nan, "loss": math.nan}))[-1] == "perplexity nan"
     assert list(evaluate.result_lines({"lm": 2.0, "loss": 2.0}, causal=False))[-1] == "lm 2.000000"
 
 
@@ -209,6 +210,19 @@ def test_generate_continues_prompts_and_leaves_nothing(
     assert printed.startswith("a rank")
     assert "\nthe rest" in printed
     assert list(tmp_path.iterdir()) == []
+
+
+def test_draws_are_from_all_tokens_unless_the_line_says_otherwise(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def drawn(self: Any, given: torch.Tensor, **asked_for: Any) -> torch.Tensor:
+        asked.append(asked_for)
+        return given
+
+    monkeypatch.setattr(transformers.GenerationMixin, "generate", drawn)
+    assert generate(run, "--prompt", "a rank", "--temperature", "2") == 0
+    assert generate(run, "--prompt", "a rank", "--top-k", "3", "--top-p", "0.5") == 0
+    assert [(one["top_k"], one["top_p"]) for one in asked] == [(0, 1.0), (3, 0.5)]
 
 
 @pytest.mark.parametrize("widths", [(16, 8), (18, 8), (16, 6)])

@@ -18,9 +18,10 @@ import pytest
 from megapar import __version__
 from megapar.arguments import parse
 from megapar.config.published import flags_of
-from megapar.config.yaml_file import FOLDER, preset_names
+from megapar.config.yaml_file import FOLDER, load_pairs, preset_names
 from megapar.model.architectures import ARCHITECTURES
 from megapar.model.spec import spec_of
+from megapar.tools.configs import yaml_of
 from megapar.tools.main import main
 from tests.model.test_architectures import SIZES, settings_of
 
@@ -42,7 +43,8 @@ def test_configs_prints_a_file_to_copy(name: str, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize(
-    ("name", "hint"), [("tinny", "Did you mean tiny?"), ("../README", "megapar configs lists them.")]
+    ("name", "hint"),
+    [("tinny", "Did you mean tiny?"), ("configs/tiny.yaml", ""), ("../README", "megapar configs lists them.")],
 )
 def test_configs_refuses_what_the_package_has_not(name: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["configs", name]) == 2
@@ -136,3 +138,10 @@ def test_the_package_runs_as_a_module() -> None:
     line = [sys.executable, "-m", "megapar", "--version"]
     done = subprocess.run(line, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert (done.returncode, done.stdout.strip()) == (0, __version__)
+
+
+@pytest.mark.parametrize(
+    "text", ["yes", "No", "null", "on", "tiny", "/d/\U0001f600", "1.10", "a: b", "/d/caf\udce9", "\x7f"]
+)
+def test_text_of_a_written_file_is_read_as_it_was(text: str) -> None:
+    assert dict(load_pairs(yaml_of({"save": text}))) == {"save": text}

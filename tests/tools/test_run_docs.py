@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,16 @@ def test_a_page_runs_in_one_shell_and_a_failure_names_its_line(tmp_path: Path) -
     page.write_text("```bash\nwhere=here\ncd /\n[ $where = here ]\necho some words; false\n```\n", encoding="utf-8")
     with pytest.raises(run_docs.PageError, match=r"line 5: echo some words; false\n    some words\n    exit status 1"):
         run_docs.run_page(page, tmp_path / "bad")
+
+
+def test_a_shell_that_is_killed_is_told_by_its_signal_and_leaves_nothing(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("```bash\nsleep 600 & echo $! > pid\nkill -9 $$\n```\n")
+    with pytest.raises(run_docs.PageError, match="killed by signal 9"):
+        run_docs.run_page(page, tmp_path / "work")
+    status = Path(f"/proc/{(tmp_path / 'work/page/pid').read_text().strip()}/stat")
+    with contextlib.suppress(FileNotFoundError):
+        assert status.read_text().rpartition(")")[2].split()[0] == "Z"  # ended, and not reaped yet
 
 
 def test_every_page_has_a_command_that_runs() -> None:

@@ -377,3 +377,24 @@ def test_a_missing_package_of_a_store_is_this_machine_s_matter(monkeypatch: pyte
     assert translation.answer is not None
     assert translation.starts
     assert [one.rule for one in translation.answer.files] == ["package"]
+
+
+def test_a_loop_around_a_start_is_one_start(tmp_path: Path) -> None:
+    script = tmp_path / "train.sh"
+    script.write_text("while true; do\ntorchrun pretrain_gpt.py --num-layers 2\nsleep 10\ndone\n", encoding="utf-8")
+    assert len(read_source(script, {}, ()).lines) == 1
+
+
+def test_arguments_of_a_script_need_no_dashes_between(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "train.sh"
+    script.write_text('torchrun pretrain_gpt.py --hidden-size 64 "$@"\n', encoding="utf-8")
+    main(["translate", str(script), "--num-layers", "4"])
+    printed = capsys.readouterr().out
+    assert "--hidden-size 64" in printed
+    assert "--num-layers 4" in printed
+
+
+def test_a_quotation_that_does_not_end_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["translate", "--", "torchrun x.py --save 'x"])
+    assert "the command line cannot be read: No closing quotation" in capsys.readouterr().err

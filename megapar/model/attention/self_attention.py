@@ -263,15 +263,7 @@ class SelfAttention(nn.Module, ABC):
             parts.append(packed(*heads, documents=cut, dropout=dropout, rows=seen))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: DeviceMask,
-        dropout: float,
-        rows: Rows = None,
-    ) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: DeviceMask, dropout: float, rows: Rows = None) -> Tensor:
         """Attend from q [B, N, S, D] to k [B, G, L, D] and v [B, G, L, V], uncompiled; returns [B, N, S, V]."""
         if mask.form in (DOCUMENTS, WINDOW):
             packed = op("packed_attention", q) if self.sizes.flash else packed_attention_reference

@@ -116,14 +116,7 @@ class Operators:
         return norm_kept(self.view, rows, self.hidden_size, self.normalization, wide=self.wide_norms)
 
     def mlp(
-        self,
-        width: int,
-        *,
-        gated: bool,
-        dropped: float = 0.0,
-        stored: bool = True,
-        item: int = 0,
-        fused: bool = True,
+        self, width: int, *, gated: bool, dropped: float = 0.0, stored: bool = True, item: int = 0, fused: bool = True
     ) -> list[OpCost]:
         """Return the operators of an MLP.
 

@@ -55,9 +55,7 @@ GEMMA_FLAGS = {
 }
 """Flags of Gemma 3 that differ from those of other classes."""
 GEGLU_GATE = _fixed(
-    id="hf-geglu",
-    sizes={"activation": GEGLU},
-    message="this class has a gate of gelu, approximated by tanh",
+    id="hf-geglu", sizes={"activation": GEGLU}, message="this class has a gate of gelu, approximated by tanh"
 )
 GEMMA = _fixed(
     id="hf-gemma",

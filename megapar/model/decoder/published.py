@@ -205,10 +205,7 @@ OLMO3 = llama_like(
     name="Olmo3ForCausalLM",
     model_type="olmo3",
     settings=(*alternating_settings(DECODER, 4, full=500000.0, window=500000.0), NO_ATTENTION_BIAS),
-    defaults={
-        **{key: value for key, value in OLMO2.defaults.items() if key != "rope_theta"},
-        "sliding_window": 4096,
-    },
+    defaults={**{key: value for key, value in OLMO2.defaults.items() if key != "rope_theta"}, "sliding_window": 4096},
     flags=OLMO2.flags,
     limits=tuple(limit for limit in OLMO2_LIMITS if limit not in (limits.ONE_ROPE, limits.NO_WINDOW)),
     renames=QK_NORM_NAMES,

@@ -8,6 +8,7 @@ import socket
 import struct
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from megapar.config.config import Config
@@ -27,11 +28,7 @@ OTHERWISE = "Give the job more cores: look at the scheduler's options, at taskse
 
 
 def environment(
-    ranks: int,
-    config: Config | None,
-    cuda: bool | None = None,
-    npu: bool | None = None,
-    rocm: bool | None = None,
+    ranks: int, config: Config | None, cuda: bool | None = None, npu: bool | None = None, rocm: bool | None = None
 ) -> dict[str, str]:
     """Return default variables for the ranks of this node. Variables that are set already take precedence.
 
@@ -42,7 +39,8 @@ def environment(
     variables = {"OMP_NUM_THREADS": str(max(1, cores() // ranks))}
     if Path("/dev/nvidia0").exists() if cuda is None else cuda:
         # Expandable segments reduce fragmentation by activations of different sizes.
-        variables["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+        if "PYTORCH_ALLOC_CONF" not in os.environ:  # torch reads the older name first
+            variables["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
         variables["CUDA_DEVICE_MAX_CONNECTIONS"] = _connections(config)
         variables |= _priority(config)
     elif Path("/dev/kfd").exists() if rocm is None else rocm:
@@ -97,6 +95,8 @@ def interfaces(address: str, environ: Mapping[str, str] | None = None) -> dict[s
     if sys.platform != "linux":
         return {}
     variables = {}
+    with suppress(OSError):  # an address of IPv6 stays
+        address = socket.gethostbyname(address)  # --local-addr may be a name
     if address.startswith("127.") or address == "::1":
         variables = {GLOO: "lo", NCCL: "lo"}
     elif host_name_is_loopback() and (interface := interface_of(address)):

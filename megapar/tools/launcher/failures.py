@@ -78,7 +78,10 @@ def repeated(previous: Failure | None, current: Failure | None) -> str:
     when = f"at step {current.step}" if current.step else "before the first step"
     hint = ""
     if current.samples:
-        hint = f" To skip the samples of that step, add --skip-samples {current.samples} to the same command."
+        hint = (
+            f" To skip the samples of that step, add --skip-samples {current.samples} to the same command; if it has "
+            "--skip-samples already, add the range there, because only the last such flag counts."
+        )
     return (
         f"{current.type} {when} again, at {current.where}, with no checkpoint in between; the job is not restarted."
         f"{hint}"

@@ -86,7 +86,7 @@ def _preflight(launch: Launch, place: MeetingPlace, stopper: Stopper) -> int:
     from megapar.tools.launcher.agent import ClosedError
 
     name, measure = f"{launch.rdzv_id}-preflight", module_command("megapar.tools.launcher.preflight")
-    first = replace(launch, command=measure, rdzv_id=name, min_nodes=launch.nnodes, max_restarts=0, warm_start=False)
+    first = replace(launch, command=measure, rdzv_id=name, max_restarts=0, warm_start=False)
     try:
         return run(first, place, stopper)
     except ClosedError:

@@ -85,6 +85,7 @@ def read(argv: Sequence[str]) -> tuple[Launch, argparse.Namespace]:
     parser = make_parser()
     names = {name.replace("-", "_"): name for name in parser._option_string_actions}  # torchrun takes both
     options = parser.parse_args([_hyphenated(word, names) for word in argv])
+    options.flags = list(argv)[len(argv) - len(options.flags) :]  # the script's own, as they were written
     complaints = list(_complaints(options))
     if complaints:
         parser.error("; ".join(complaints))
@@ -94,6 +95,11 @@ def read(argv: Sequence[str]) -> tuple[Launch, argparse.Namespace]:
 def _hyphenated(word: str, names: Mapping[str, str]) -> str:
     name, equals, value = word.partition("=")
     return names.get(name.replace("-", "_"), name) + equals + value if name.startswith("--") else word
+
+
+def _pairs(text: str) -> list[str]:
+    """Return the NAME=VALUE of a list with commas, without blanks around them, as torchrun reads it."""
+    return ["=".join(part.strip() for part in pair.split("=", 1)) for pair in text.split(",") if pair.strip()]
 
 
 def _complaints(options: argparse.Namespace) -> Iterator[str]:
@@ -108,15 +114,17 @@ def _complaints(options: argparse.Namespace) -> Iterator[str]:
         yield from (f"{one.message} {one.fix}".rstrip(".") for one in error.complaints)
     if options.nnodes[1] > 1 and not options.rdzv_endpoint:
         yield "several nodes need --rdzv-endpoint HOST:PORT of one of them"
-    elif options.rdzv_endpoint and "store_type=file" not in options.rdzv_conf.split(","):
+    elif options.rdzv_endpoint and "store_type=file" not in _pairs(options.rdzv_conf):
         try:
             split_endpoint(options.rdzv_endpoint)
         except ValueError as error:
             yield str(error)
-    for pair in filter(None, options.rdzv_conf.split(",")):
+    for pair in _pairs(options.rdzv_conf):
         name, equals, value = pair.partition("=")
         if not equals or not name:
             yield f"--rdzv-conf {pair} is not NAME=VALUE"
+        elif name in ("backend", "endpoint", "run_id", "min_nodes", "max_nodes", "local_addr"):
+            yield f"--rdzv-conf {pair} is an option of the launcher itself (--help)"
         elif name in WHOLE and (not value.isdecimal() or int(value) < 1):
             yield f"--rdzv-conf {pair}: {value!r} is not a whole number >= 1"
         elif name == "is_host" and value.lower() not in BOOLEANS:
@@ -160,7 +168,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add(
         "--node-rank",
-        type=int,
+        type=whole,
         metavar="N",
         help="this node's number, from 0: node 0 has rank 0 and prints the report (default: nodes are ordered by their "
         "addresses)",
@@ -239,7 +247,7 @@ def make_launch(options: argparse.Namespace) -> Launch:
 
     Reads no file, except those of the checkpoint of ``evaluate``, for which it may raise MegaparError.
     """
-    settings = dict(pair.partition("=")[::2] for pair in options.rdzv_conf.split(",") if pair)
+    settings = dict(pair.partition("=")[::2] for pair in _pairs(options.rdzv_conf))
     min_nodes, max_nodes = options.nnodes
     derived: dict[str, Any] = {
         "min_nodes": min_nodes,

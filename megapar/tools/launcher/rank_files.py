@@ -124,7 +124,7 @@ def file_system(path: Path) -> str:
     for fields in lines:
         if len(fields) < 3:
             continue
-        mounted = Path(fields[1].encode().decode("unicode_escape"))
+        mounted = Path(fields[1].encode().decode("unicode_escape").encode("latin-1").decode(errors="replace"))
         # Later mounts hide earlier ones at the same place.
         if real.is_relative_to(mounted) and len(mounted.parts) >= longest:
             kind, longest = fields[2], len(mounted.parts)

@@ -30,7 +30,7 @@ def take(file: str, environ: MutableMapping[str, str], *, required: bool = False
     if required and variable is None:
         fix = f"Pass one with --secret-file FILE or {VARIABLE}. {_CREATE}"
         raise _refused("--require-secret is set, but there is no secret.", fix)
-    return None if variable is None else _checked(variable.encode().strip(), VARIABLE)
+    return None if variable is None else _checked(os.fsencode(variable).strip(), VARIABLE)
 
 
 def _read(file: str) -> bytes:

@@ -164,7 +164,7 @@ def _tokens(value: str, given: Given) -> Decided:
     length = first(given, "seq-length")
     if not length:
         return OTHER, "", "left to you: --train-iters = tokens / (--global-batch-size x --seq-length)"
-    verdict, ours, reason = _counted("--train-iters")(str(number(value) / length), given)
+    verdict, ours, reason = _counted("--train-iters", math.ceil)(str(number(value) / length), given)
     steps = int(first(given, "train-iters"))
     if ours and 0 < steps < int(ours.split()[1]):
         return verdict, f"--train-iters {steps}", "the earlier of both ends"

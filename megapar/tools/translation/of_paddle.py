@@ -166,7 +166,8 @@ def _usual_std(value: str, given: Given) -> Decided:
 
 
 def _has_experts(given: Given) -> bool:
-    return first(given, "moe-num-experts", "n-routed-experts", "num-experts") > 0
+    names = ("moe-num-experts", "n-routed-experts", "num-experts")  # of text and image, one word each
+    return any(number(given[name].partition(" ")[0]) > 0 for name in names if name in given)
 
 
 def _first_dense(value: str, given: Given) -> Decided:
@@ -174,7 +175,7 @@ def _first_dense(value: str, given: Given) -> Decided:
         return ANOTHER, "", "all layers have the same experts, for one type of token"
     if number(value.split()[0] if value else "0") <= 0:
         return UNNECESSARY, "", "the first layer also has experts"
-    return RENAMED, f"--first-k-dense {value}", ""
+    return RENAMED, f"--first-k-dense {value.split()[0]}", ""
 
 
 def _capacity(value: str, given: Given) -> Decided:

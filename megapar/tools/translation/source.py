@@ -255,7 +255,7 @@ def read_source(path: Path, assigned: Mapping[str, str], positional: Sequence[st
     if not started:
         reason = f"line {lines[0].at} does not name a script" if lines else "nothing in it starts a training script"
         raise UnreadableError(f"{path}: {reason}.{_called(found.commands)}")
-    return Script(tuple(started), found.remarks)
+    return Script(tuple(dict.fromkeys(started)), found.remarks)  # once for each, of a loop
 
 
 def _of_strategy(path: Path, text: str) -> Script:

@@ -72,7 +72,7 @@ def test_a_job_on_loopback_listens_there_alone() -> None:
 @linux
 def test_gloo_is_told_where_the_machines_name_is_a_loopback_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "interface_of", {"10.0.0.7": "ib0"}.__getitem__)
-    monkeypatch.setattr(module.socket, "gethostbyname", lambda name: "127.0.1.1")
+    monkeypatch.setattr(module.socket, "gethostbyname", lambda name: name if name[0].isdigit() else "127.0.1.1")
     assert interfaces("10.0.0.7", {}) == {"GLOO_SOCKET_IFNAME": "ib0"}
     assert interfaces("10.0.0.7", {"GLOO_SOCKET_IFNAME": "eth1"}) == {}
     monkeypatch.setattr(module.socket, "gethostbyname", lambda name: "10.0.0.7")
@@ -106,3 +106,14 @@ def test_the_advice_is_for_the_scheduler(environ: dict[str, str], advice: str) -
     (line,) = few_cores(8, 1, 96, environ)
     assert line.startswith("warning: 8 ranks share 1 of this machine's 96 cores")
     assert advice in line
+
+
+@linux
+def test_an_address_may_be_a_name() -> None:
+    assert interfaces("localhost", {}) == interfaces("127.0.0.1", {})
+    assert interfaces("localhost", {})
+
+
+def test_the_allocator_is_the_user_s_by_either_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:False")
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in of("")

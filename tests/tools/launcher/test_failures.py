@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from megapar.arguments import parse
 from megapar.errors import DataError, DistributedError, TrainingError
 from megapar.health.stop import failure
 from megapar.launch_environment import failure_file
@@ -81,7 +82,9 @@ def test_samples_are_stepped_over_only_where_they_may_be_the_cause(
 def test_only_the_same_is_the_same() -> None:
     told = repeated(HERE, replace(HERE, at=9.0))
     assert told.startswith("DataError at step 5 again, at source.py:7, with no checkpoint in between; the job is not")
-    assert told.endswith("To skip the samples of that step, add --skip-samples 32-39 to the same command.")
+    assert "To skip the samples of that step, add --skip-samples 32-39 to the same command; if it has" in told
+    twice = ["--skip-samples", "0-1", "--skip-samples", "4-5", "--data-path", "mock"]
+    assert parse("moe", twice, {}).reliability.skip_samples == ("4-5",)
     assert "before the first step" in repeated(replace(HERE, step=0), replace(HERE, step=0, samples=""))
     for other in ({"type": "OSError"}, {"where": "source.py:8"}, {"step": 6}, {"saved": True}):
         assert repeated(HERE, replace(HERE, **other)) == ""

@@ -73,3 +73,33 @@ def test_an_endpoint_without_a_port_has_torch_s_default(script: str) -> None:
     assert split_endpoint("[::1]:5") == ("::1", 5)
     shared = ["--rdzv-endpoint", "/shared/file:x", "--rdzv-conf", "store_type=file"]
     assert read([*shared, script])[0].rdzv_endpoint == "/shared/file:x"
+
+
+def test_flags_of_the_script_stay_as_they_are(script: str) -> None:
+    words = ["--log_dir", "out", "--node_rank=3", "--warm_start"]
+    launch, _ = read(["--nproc_per_node", "2", script, *words])
+    assert list(launch.command[-4:]) == words
+    assert launch.nproc_per_node == 2
+
+
+@pytest.mark.parametrize(
+    ("conf", "told"),
+    [
+        ("timeout=5, join_timeout=0", "'0' is not a whole number"),
+        ("local_addr=b", "an option of the launcher itself"),
+    ],
+)
+def test_pairs_are_read_as_torchrun_reads_them(
+    conf: str, told: str, script: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        read(["--nproc-per-node", "2", "--rdzv-conf", conf, script])
+    assert told in capsys.readouterr().err
+    launch, _ = read(["--nproc-per-node", "2", "--rdzv-conf", "timeout = 5, store_type=file,", script])
+    assert launch.rdzv_conf == {"timeout": "5", "store_type": "file"}
+
+
+def test_numbers_of_nodes_begin_with_0(script: str) -> None:
+    assert read(["--nproc-per-node", "2", "--node-rank", "0", script])[1].node_rank == 0
+    with pytest.raises(SystemExit, match="2"):
+        read(["--nproc-per-node", "2", "--node-rank", "-1", script])

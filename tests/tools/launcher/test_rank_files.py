@@ -180,3 +180,9 @@ def test_a_file_that_cannot_be_opened_is_nobodys(tmp_path: Path) -> None:
     log.symlink_to(tmp_path / "gone" / "file")
     found = RankLogs(str(tmp_path)).reify(ranks(4, 5))
     assert list(found.tee_stdouts) == [1]
+
+
+def test_a_mount_may_have_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mounts").write_text("/dev/a / ext4 rw 0 0\nsrv:/d /mnt/données\\0401 nfs4 rw 0 0\n", encoding="utf-8")
+    monkeypatch.setattr(rank_files, "MOUNTS", tmp_path / "mounts")
+    assert rank_files.file_system(Path("/mnt/données 1/x")) == "nfs4"

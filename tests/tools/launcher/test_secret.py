@@ -10,7 +10,7 @@ from torch.distributed import DistNetworkError, HashStore
 
 from megapar.errors import ConfigError, DistributedError
 from megapar.tools.launcher.secret import launch_name
-from megapar.tools.launcher.secret_file import take
+from megapar.tools.launcher.secret_file import VARIABLE, take
 
 
 @pytest.fixture
@@ -100,3 +100,7 @@ def test_a_name_is_signed_where_there_is_a_secret() -> None:
     for other in (b"y" * 16, None):
         with pytest.raises(DistributedError):
             launch_name(2, "job", store, other)
+
+
+def test_a_secret_may_be_any_bytes() -> None:
+    assert take("", {VARIABLE: os.fsdecode(b"\xff" * 32)}) == b"\xff" * 32

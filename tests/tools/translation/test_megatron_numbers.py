@@ -281,3 +281,9 @@ def test_dropout_is_of_so_many_and_scales_the_rest(share: float) -> None:
     dropped = int((y == 0).sum())
     assert abs(dropped - share * len(x)) < 5 * math.sqrt(len(x) * share * (1 - share))
     torch.testing.assert_close(y[y != 0], x[y != 0] / (1 - share), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize(("tokens", "steps"), [(1000, 72), (994, 71)])
+def test_tokens_end_a_run_after_the_step_that_reaches_them(tokens: int, steps: int) -> None:
+    line = f"--train-tokens {tokens} --global-batch-size 2 --seq-length 7"
+    assert translate(line.split(), "deepspeed")[0].ours == f"--train-iters {steps}"

@@ -155,3 +155,13 @@ def test_which_trainer_a_model_is_for(line: str, kind: str) -> None:
     words = shlex.split(line)
     given = {normal(name[2:]): value for name, value in zip(words[::2], words[1::2], strict=True)}
     assert of_paddle.trainer_kind(given) == kind
+
+
+def test_values_of_text_and_image_that_are_alike_are_one() -> None:
+    assert first("--moe_layer_start_index 3 3").ours == "--first-k-dense 3"
+    assert first("--moe_intermediate_size 1536 1536").ours == "--moe-ffn-hidden-size 1536"
+    items = [
+        *translate(shlex.split("--moe_num_experts 64 64 --moe_gate_lr_ratio 0.5 --moe_layer_start_index 1 1"), "paddle")
+    ]
+    items += implicit_defaults(items, "paddle")
+    assert not [item.reason for item in items if "is not a number" in item.reason]

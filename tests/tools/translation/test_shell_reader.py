@@ -40,6 +40,7 @@ HELD = {
     "while": "I=0; while [ $I -lt 3 ]; do run $I; I=$((I + 1)); done",
     "case": "A=large; case $A in small|tiny) run s;; l*) run l;; *) run other;; esac",
     "function": "f() { run $1 $#; }\nfunction g { f $2 $1; }\ng a b",
+    "local variable": "f() { local x=$1; run $x; g; }\ng() { typeset y=2; run $x$y; }\nx=5 y=6\nf 3\nrun $x $y",
     "set": "set -- a b c; run $# $1; shift; run $@",
     "here document": "cat <<EOF > /dev/null\nrun a $B\nEOF\nrun b",
     "here document with quotes": "cat <<EOF > /dev/null\na \\\" b ' ( c\nEOF\nrun b",
@@ -158,3 +159,24 @@ def test_nothing_is_run_and_nothing_goes_on_for_ever(tmp_path: Path) -> None:
     there = tmp_path / "there"
     assert commands(f"touch {there}; $(touch {there}); f() {{ f; }}; f; while true; do run; done")
     assert not there.exists()
+
+
+def test_the_number_of_an_unknown_list_is_unknown() -> None:
+    nodes = "nodes=($(scontrol show hostnames x))\ntorchrun --nnodes ${#nodes[@]} ${#nodes} a.py"
+    assert said(nodes) == [["torchrun", "--nnodes", "${#nodes[@]}", "${#nodes}", "a.py"]]
+    assert said("A=$1\nif [ ${#A} -gt 0 ]; then run a; else run b; fi") == [["run", "b"]]
+
+
+def test_the_output_of_a_command_may_be_empty_or_not() -> None:
+    for text in (
+        '[ -n "$(nvidia-smi)" ] && run a || run b',
+        'A=$(hostname)\nif [ -n "$A" ]; then run a; else run b; fi',
+    ):
+        found = shell.read(text, {}, ())
+        assert [words for _, words in found.commands] == [("run", "b")]
+        assert "a condition is assumed to be false" in found.remarks[0]
+    assert said('[ -z "$X" ] && run a') == [["run", "a"]]
+
+
+def test_a_local_variable_ends_with_its_call() -> None:
+    assert said("f() { local z=1; run $z; }\nf\nrun a$z") == [["run", "1"], ["run", "a$z"]]

@@ -28,6 +28,7 @@ from megapar.tools.translation.shell.words import Word
 _MOST_TURNS = 1000
 _MOST_CALLS = 50
 _DECLARES = ("export", "local", "declare", "readonly", "typeset")
+_LOCAL = ("local", "declare", "typeset")  # in a function
 _CHANGE = re.compile(r"\s*([A-Za-z_]\w*)\s*(\*\*|[-+*/%]|)=(?!=)(.*)", re.DOTALL)
 _CHANGED = re.compile(r"([A-Za-z_]\w*)\s*(?:<<|>>|\*\*|[-+*/%&|^])?=(?!=)")
 _STEP = re.compile(r"\s*(?:([A-Za-z_]\w*)\s*(\+\+|--)|(\+\+|--)\s*([A-Za-z_]\w*))\s*")
@@ -71,6 +72,7 @@ class _Reader:
         self.commands: list[tuple[int, tuple[str, ...]]] = []
         self.remarks: list[str] = []
         self.functions: dict[str, Block] = {}
+        self.locals: list[dict[str, Value | None]] = []  # values that the variables of each call had before it
         self.depth = 0
 
     def block(self, block: Block) -> bool | None:
@@ -213,6 +215,9 @@ class _Reader:
             for word in assignments:
                 self._assign(word)
             for word in rest[1:]:
+                name = word.name or self._assigned(word) or word.plain
+                if self.locals and name and rest[0].plain in _LOCAL:
+                    self.locals[-1].setdefault(name, self.values.named.get(name))
                 self._declare(word, command.at)
             return True
         fields = tuple(field for word in rest for field in self.values.fields(word))
@@ -301,7 +306,13 @@ class _Reader:
             return
         before, self.values.positional = self.values.positional, list(arguments)
         self.depth += 1
+        self.locals.append({})
         self.block(self.functions[name])
+        for variable, value in self.locals.pop().items():
+            if value is None:
+                self.values.named.pop(variable, None)
+            else:
+                self.values.named[variable] = value
         self.depth -= 1
         self.values.positional = before
 

@@ -125,7 +125,9 @@ class Values:
             return self._parameter(str(other)) if known else open_values.mark(f"${{{text}}}")
         if counted and not rest:
             value = self.get(name)
-            return open_values.mark(f"${{{text}}}") if value is None else str(len(value))
+            if value is None or any(map(open_values.is_open, [value] if isinstance(value, str) else value)):
+                return open_values.mark(f"${{{text}}}")
+            return str(len(value))
         value = self.get(name)
         if index in ("@", "*"):
             value = [value] if isinstance(value, str) else value
@@ -242,12 +244,20 @@ def taken_as_empty(words: Sequence[str]) -> list[str]:
     return [open_values.as_written(word) for word in compared if open_values.is_variable(word)]
 
 
+def _empty(word: str) -> bool | None:
+    """Return True for an unset variable, too; None for the output of a command, which may be empty."""
+    unset = open_values.is_variable(word)
+    if not unset and open_values.marks(word) == [word]:
+        return None
+    return unset or word == ""
+
+
 def _one(words: Sequence[str]) -> bool | None:
     if len(words) == 2 and words[0] in _FILES:
         return True
     if len(words) == 2 and words[0] in _UNARY:
-        empty = words[1] == "" or open_values.marks(words[1]) == [words[1]]  # an unset variable is empty
-        return empty == (words[0] == "-z")
+        empty = _empty(words[1])
+        return None if empty is None else empty == (words[0] == "-z")
     words = ["" if open_values.is_variable(word) else word for word in words]
     if any(open_values.is_open(word) for word in words):
         return None
