@@ -85,9 +85,10 @@ def check(
             refused.append(complaint)
     for place, phase in _phases(values):
         for rule in RULES:
-            checked = rule.kind in (REFUSE, NOT_BUILT) and "data_phases" not in rule.reads
+            kinds = (REFUSE, NOT_BUILT, LIFTED) if strict else (REFUSE, NOT_BUILT)
+            checked = rule.kind in kinds and "data_phases" not in rule.reads
             if checked and rule.broken(phase) and not rule.broken(values):
-                found = refused if rule.kind == REFUSE else not_built
+                found = not_built if rule.kind == NOT_BUILT else refused
                 text = f"in the phase from {place} on: {rule.text(phase)}"
                 found.append(Complaint(rule.id, text, rule.advice(phase)))
     return RuleFindings(tuple(refused), tuple(not_built), tuple(warnings), sets, by)

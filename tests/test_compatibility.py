@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import random
+import re
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megapar.arguments import FLAGS, parse, resolved_values
 from megapar.compatibility import DOWNGRADE, LIFTED, NOT_BUILT, RULES, SETTLED, Rule, check
-from megapar.errors import ConfigError
+from megapar.errors import Complaint, ConfigError
+from megapar.model.ernie3.sizes import tasks_of
+from megapar.rules import ampipe
 from megapar.schema.rule import FACTS, Facts, either, near_divisors, near_multiples
 from scripts.generated_pages import compatibility_page, stale
 
@@ -193,3 +197,59 @@ def test_sentences_of_values() -> None:
 
 def test_generated_pages_are_fresh() -> None:
     assert stale(Path(__file__).parents[1] / "docs") == [], "run scripts/generated_pages.py"
+
+
+@pytest.mark.parametrize(
+    ("kind", "line", "rule"),
+    [
+        ("moe", "--num-layers 1 --first-k-dense 0 --moe-layer-freq [0]", "layer-freq"),
+        ("moe", "--num-layers 4 --first-k-dense 2 --moe-layer-freq [0,1]*3", "layer-freq"),
+        ("moe", "--num-experts 8 --moe-router-group-topk 2", "router-group"),
+        (
+            "moe",
+            "--num-experts 8 --moe-router-num-groups 8 --moe-router-group-topk 2 --moe-router-topk 4",
+            "router-group",
+        ),
+        (
+            "ernie",
+            "--ernie-model ernie3 --task-type-vocab-size 5 --seq-length 16 --generation-segments 8 --memory-length 1 "
+            "--world-size 4 --mp-degree 4 --sequence-parallel",
+            "segments",
+        ),
+    ],
+)
+def test_what_is_advised_is_accepted(kind: str, line: str, rule: str) -> None:
+    def refused(*more: str) -> list[Complaint]:
+        try:
+            parse(kind, [*line.split(), "--rules-only", *more], {})
+        except ConfigError as error:
+            return [one for one in error.complaints if one.rule.startswith(rule)]
+        return []
+
+    complaint = refused()[0]
+    if found := re.search(r"for example (\S+)( and --first-k-dense 0)?", complaint.fix):
+        assert refused("--moe-layer-freq", found[1].rstrip("."), *(found[2] or "").split()[1:]) == []
+        return
+    flag, values = re.search(r"Choose (--[\w-]+) ([\d, or]+)", complaint.fix).groups()  # type: ignore[union-attr]
+    for value in re.findall(r"\d+", values):
+        assert refused(flag, value) == []
+
+
+def test_a_width_that_no_heads_divide_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    line = (
+        "--ernie-model ernie3 --task-type-vocab-size 5 --task-hidden-size 6 --task-num-attention-heads 3 --world-size 4"
+    )
+    with pytest.raises(ConfigError, match="Choose a --task-hidden-size that is a multiple of 4"):
+        parse("ernie", [*line.split(), "--mp-degree", "4", "--rules-only"], {})
+
+
+def test_the_rule_of_pieces_has_the_capacity_of_the_run() -> None:
+    facts = {"micro_batch_size": 1, "seq_length": 50, "num_experts": 1, "moe_capacity_factor": 1.1}
+    found = SimpleNamespace(**facts, moe_router_topk=1, moe_min_capacity=1)
+    assert ampipe._capacity(found) == 55  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("weight", ["1e400", "1e-400"])
+def test_the_weight_of_a_task_is_a_float(weight: str) -> None:
+    with pytest.raises(ValueError, match="NAME:WEIGHT"):
+        tasks_of(f"knowledge_mlm:{weight}")

@@ -52,9 +52,9 @@ class StatusLine(AbstractContextManager["StatusLine"]):
         return cls(write, rewrites=rewrites)
 
     def __call__(self, what: str, done: int, total: int, unit: str) -> None:
-        """See Status. Another name is other work."""
+        """See Status. Another name, or less that is done, is other work."""
         with self._lock:
-            if what != self._now[0]:
+            if what != self._now[0] or done < self._now[1]:
                 self._began, self._first = time.monotonic(), done
                 self._due = max(self._due, self._began + (0 if self._rewrites else _QUICK))
             self._now = what, done, total, unit

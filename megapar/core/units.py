@@ -11,7 +11,7 @@ GIBIBYTE = 2**30
 
 def billions(count: int) -> str:
     """Format a number of parameters or tokens for people: in billions from 0.1 B to 10,000 B, a small one in digits."""
-    for least, unit, letter in ((1e13, 1e12, "T"), (1e8, 1e9, "B"), (1e5, 1e6, "M")):
+    for least, unit, letter in ((9.9995e12, 1e12, "T"), (1e8, 1e9, "B"), (1e5, 1e6, "M")):
         if count >= least:
             return f"{count / unit:.4g} {letter}"
     return f"{count:,}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -91,3 +92,14 @@ def test_a_terminal_rewrites_its_line_and_a_file_gets_lines(monkeypatch: pytest.
     StatusLine.on(file)._write("a long line of words")
     assert terminal.getvalue() == "\ra long li\x1b[K"
     assert file.getvalue() == "a long line of words\n"
+
+
+def test_the_next_work_of_the_same_name_has_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(status_line.time, "monotonic", lambda: now[0])
+    status = StatusLine(str, rewrites=False)
+    status._thread = SimpleNamespace(ident=1)  # type: ignore[assignment]
+    for seconds, done in ((0, 0), (3600, 100), (3601, 0), (3601, 10)):
+        now[0] = seconds
+        status("encoding", done, 100, "chunks")
+    assert status.text(3611) == "encoding: 10 of 100 chunks, left 1:30"

@@ -11,6 +11,7 @@ import pytest
 
 from megapar.config.published import flags_of
 from megapar.model.architectures import ARCHITECTURES, model_of_architecture, not_exportable, own_architecture
+from megapar.model.decoder import limits
 from megapar.model.rope import Rope
 from megapar.model.rope_scaling import RopeScaling
 from megapar.model.sizes import ModelSizes
@@ -176,3 +177,15 @@ def test_weights_that_were_quantized_are_written_as_numbers() -> None:
     plain = architecture.config(settings)
     quantized = {**plain, "quantization_config": {"quant_method": "fp8"}}
     assert architecture.continued(quantized, {**settings, "dtype": "bfloat16"}) == {**plain, "dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize(
+    ("scale", "fits"), [(0.0, True), (1.0, True), (0.0625, True), (1.2, False), (2.0, False), (1e-200, False)]
+)
+def test_a_query_scalar_is_a_whole_number(scale: float, fits: bool) -> None:
+    assert limits.QUERY_SCALAR.within(SimpleNamespace(softmax_scale=scale)) == fits
+
+
+def test_dense_layers_lead_however_the_flags_say_so() -> None:
+    assert limits.LEADING_DENSE.within(SimpleNamespace(moe_layer_freq="2", num_layers=3, first_k_dense=1))
+    assert not limits.LEADING_DENSE.within(SimpleNamespace(moe_layer_freq="2", num_layers=5, first_k_dense=1))

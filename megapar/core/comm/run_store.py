@@ -51,7 +51,7 @@ def _by_file(path: Path, world_size: int, timeout: timedelta) -> dist.Store:
 def unknown_address() -> str:
     """Return what to look at if this machine knows no address of MASTER_ADDR, which torch waits for; else ""."""
     name = os.environ.get("MASTER_ADDR", "")
-    if not name or os.environ.get(RANK_FILE) or int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if not name or os.environ.get(RANK_FILE) or int(os.environ.get("WORLD_SIZE") or "1") == 1:
         return ""
     try:
         socket.getaddrinfo(name, None)
@@ -68,7 +68,9 @@ def loopback_advice() -> str:
 
     gloo resolves the machine's host name, which many machines map to a loopback address locally.
     """
-    if os.environ.get(_GLOO) or int(os.environ.get("LOCAL_WORLD_SIZE", "0")) >= int(os.environ.get("WORLD_SIZE", "1")):
+    if os.environ.get(_GLOO) or int(os.environ.get("LOCAL_WORLD_SIZE") or "0") >= int(
+        os.environ.get("WORLD_SIZE") or "1"
+    ):
         return ""
     name = socket.gethostname()
     try:

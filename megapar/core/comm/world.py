@@ -153,7 +153,7 @@ class World:
     def group_bytes(self) -> int:
         """Estimated bytes that these communicators occupy on the device."""
         world = [("world",)] if self.grid.world_size > 1 else []
-        node_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        node_size = int(os.environ.get("LOCAL_WORLD_SIZE") or "1")
         nodes = [self.launched[rank] // node_size for rank in self.axis("ep").ranks]
         peers = nodes.count(self.launched[self.rank] // node_size) - 1
         blocks = len(self._queues) * device_class(self.device.type).queue_blocks

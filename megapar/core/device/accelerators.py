@@ -10,6 +10,7 @@ import importlib.util
 import mmap
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar
@@ -303,7 +304,14 @@ class _Pages(mmap.mmap):
     address = 0
 
     def register(self, address: int) -> None:
-        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, len(self), 0))
+        try:
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, len(self), 0))
+        except RuntimeError:
+            with suppress(
+                RuntimeError
+            ):  # launches read and clear CUDA's pending error, or the next kernel would raise it
+                torch.ones(1, device="cuda")
+            raise
         self.address = address
 
     def __del__(self) -> None:

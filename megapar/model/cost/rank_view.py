@@ -6,11 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 
-def _no_tasks() -> Sequence[Mapping[str, float]]:
-    """Return one micro-batch without tasks."""
-    return ({},)
-
-
 @dataclass(frozen=True)
 class RankView:
     """One rank of a pipeline stage: degrees, positions, element sizes, kernels and other settings that affect costs.
@@ -78,7 +73,7 @@ class RankView:
     sends_latents: bool = False
     expert_imbalance: float = 1.0
     recomputed_operators: tuple[tuple[str, frozenset[int] | None], ...] = ()
-    task_counts: Callable[[], Sequence[Mapping[str, float]]] = field(default=_no_tasks, repr=False, compare=False)
+    task_counts: Callable[[], Sequence[Mapping[str, float]]] = field(default=lambda: ({},), repr=False, compare=False)
 
     @classmethod
     def alone(cls, seq_length: int) -> RankView:

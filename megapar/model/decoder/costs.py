@@ -43,7 +43,7 @@ class DecoderCost(ModelCost):
         """See ``ModelCost``: sine and cosine of each rope, half of a head's features each."""
         blocks = range(self.sizes.num_layers + self.sizes.mtp_depth)
         ropes = len({self.sizes.rope_at(layer) for layer in blocks} - {None})
-        return self.view.wide_bytes * self.view.tokens * self.sizes.attention.rotary_dim * ropes
+        return self.view.wide_bytes * self.view.tokens * self.sizes.attention.angles_dim * ropes
 
     @cached_property
     def embedding(self) -> UnitCost:

@@ -43,10 +43,6 @@ def _greedy(config: Json) -> str:
     return "" if method in ("greedy", "group_limited_greedy") else "and only greedy choices are supported"
 
 
-def _method(settings: Settings) -> str:
-    return "group_limited_greedy" if settings["moe_router_num_groups"] > 1 else "greedy"
-
-
 def _groups_settings(score_topk: int, alone: int | None) -> tuple[Setting, ...]:
     """Return the settings of groups of experts.
 
@@ -124,7 +120,12 @@ SOFTMAX_ROUTING = (
     *EXPERTS,
     *_groups_settings(1, alone=None),
     Setting("scoring_func", text, only="softmax", written=False),
-    Setting("topk_method", text, from_flags=_method, refused=_greedy),
+    Setting(
+        "topk_method",
+        text,
+        from_flags=lambda s: "group_limited_greedy" if s["moe_router_num_groups"] > 1 else "greedy",
+        refused=_greedy,
+    ),
     Setting("norm_topk_prob", true_or_false, only=False),
 )
 # The class of transformers assumes a block if the key is missing, which a new folder therefore always has.

@@ -163,10 +163,6 @@ def _window(settings: Settings) -> int | None:
     return window_or_none(settings["window_size"]) or None
 
 
-def _uses_window(settings: Settings) -> bool:
-    return bool(windowed(settings))
-
-
 def _kinds(settings: Settings) -> list[str] | None:
     return [SLIDING if own else FULL for own in windowed(settings)] or None
 
@@ -237,7 +233,14 @@ def _windows_in_use(sliding: Sliding) -> tuple[Setting, ...]:
     """Return the settings of a window that ``use_sliding_window`` turns on; without it some classes write a 0."""
     return (
         *of_both(sliding, "sliding_window", OPTIONAL_COUNT, _window),
-        *of_both(sliding, "use_sliding_window", true_or_false, _uses_window, implied=False, refused=_sizeless),
+        *of_both(
+            sliding,
+            "use_sliding_window",
+            true_or_false,
+            lambda settings: bool(windowed(settings)),
+            implied=False,
+            refused=_sizeless,
+        ),
     )
 
 

@@ -102,6 +102,8 @@ def listed_or_number(text: str) -> int | Pattern:
     if isinstance(value, int):
         if not 1 <= value <= LONGEST:
             raise ValueError(f"{value} is not 1 to {LONGEST}")
+    elif not value:
+        raise ValueError("a list of no layers")
     elif not set(value) <= {0, 1}:
         raise ValueError("a layer is 0 or 1")
     return value

@@ -72,7 +72,9 @@ GEMMA = _fixed(
 QUERY_SCALAR = Limit(
     id="hf-query-scalar",
     reads=("softmax_scale",),
-    within=lambda f: not f.softmax_scale or round(f.softmax_scale**-2) ** -0.5 == f.softmax_scale,
+    within=lambda f: (
+        not f.softmax_scale or (1e-9 < f.softmax_scale <= 1 and round(f.softmax_scale**-2) ** -0.5 == f.softmax_scale)
+    ),
     message="the factor on the scores of this class is 1 / sqrt(a whole number)",
     instead="Or train with --softmax-scale 0.0625, which is 1 / sqrt(256).",
     passing=f"{_GEMMA} --softmax-scale 0.0625",
@@ -278,8 +280,10 @@ ALL_EXPERTS = Limit(
 )
 LEADING_DENSE = Limit(
     id="hf-dense-leading",
-    reads=("moe_layer_freq", "num_layers"),
-    within=lambda f: flags_of(layers_of(pattern_or_all(f.moe_layer_freq), f.num_layers), f.num_layers)[1] == ALL,
+    reads=("moe_layer_freq", "num_layers", "first_k_dense"),
+    within=lambda f: (
+        flags_of(layers_of(pattern_or_all(f.moe_layer_freq), f.num_layers, f.first_k_dense), f.num_layers)[1] == ALL
+    ),
     message="only leading layers of this class are dense",
     instead="Or train with --first-k-dense.",
     passing=f"{_GLM} --num-layers 4 --moe-layer-freq [0,1,1,1]",

@@ -157,6 +157,8 @@ def _reason(config: Json, partial: float | None) -> str:
         return "but low_freq_factor must be below high_freq_factor"
     if name == YARN and _theta(config) <= 1:
         return "but yarn needs a rope_theta above 1"
+    if name == YARN and _value("beta_slow", "beta_slow")(config) > _value("beta_fast", "beta_fast")(config):
+        return "but beta_slow must be at most beta_fast"
     if name != YARN and parameters.get("mscale_all_dim"):
         return "but mscale_all_dim is of the type yarn only"
     if partial is None and (parameters.get("partial_rotary_factor") or 1) != 1:

@@ -10,7 +10,7 @@ from megapar.model.decoder.windows import NO_FULL, to_window, window_or_none, wi
 from megapar.model.rope_scaling import FLAGS_OF, YARN, flags_of_scaling
 from megapar.moe.sizes import ACTIVATIONS
 from megapar.schema.flag import MOE
-from megapar.schema.rule import LIFTED, NO_EFFECT, Facts, Rule, either, near_divisors, near_multiples
+from megapar.schema.rule import LIFTED, NO_EFFECT, Facts, Rule, divisors, either, near_divisors, near_multiples
 
 _SCALING = frozenset(FLAGS_OF["llama3"]) | frozenset(FLAGS_OF["yarn"])
 _UNSCALED = flags_of_scaling(None)
@@ -54,6 +54,24 @@ def _wrong_pattern(f: Facts) -> str:
         return f"it lists {len(pattern)} layers"
     with_experts = layers_of(to_pattern(f.moe_layer_freq), f.num_layers, min(f.first_k_dense, f.num_layers - 1))
     return "" if with_experts else "no layer has experts"
+
+
+def _pattern_example(f: Facts) -> str:
+    dense = min(max(1, f.first_k_dense), f.num_layers - 1)
+    runs = ((kind, number) for kind, number in ((0, dense), (1, f.num_layers - dense)) if number)
+    return "+".join(f"[{kind}]*{number}" for kind, number in runs) + " and --first-k-dense 0" * (f.first_k_dense > 0)
+
+
+def _group_numbers(f: Facts) -> str:
+    """Return the legal numbers of groups for --moe-router-group-topk."""
+    chosen = f.moe_router_group_topk
+    return either(n for n in divisors(f.num_experts) if n > chosen or n == chosen == 1)
+
+
+def _group_topks(f: Facts) -> str:
+    """Return the legal values of --moe-router-group-topk below the number of groups."""
+    size, chosen = f.num_experts // f.moe_router_num_groups, f.moe_router_topk
+    return either(n for n in divisors(chosen) if n < f.moe_router_num_groups and chosen <= n * size)
 
 
 def _wrong_window(f: Facts) -> str:
@@ -443,7 +461,7 @@ RULES: tuple[Rule, ...] = (
         requires=lambda f: not _wrong_pattern(f),
         message="--moe-layer-freq is a number of at least 1, or lists of 0 (dense) and 1 (experts) with a number for "
         "each of --num-layers, and leaves at least one layer with experts",
-        fix=lambda f: f"{_wrong_pattern(f).capitalize()}; write for example [0]*1+[1]*{max(1, f.num_layers - 1)}.",
+        fix=lambda f: f"{_wrong_pattern(f).capitalize()}; write for example {_pattern_example(f)}.",
         source="Megatron-LM",
         passing="--num-layers 4 --moe-layer-freq [0,1]*2",
         failing="--num-layers 4 --moe-layer-freq [0,1]*3",
@@ -454,7 +472,7 @@ RULES: tuple[Rule, ...] = (
         when=lambda f: f.first_k_dense > 0 and not _wrong_pattern(f),
         requires=lambda f: listed(f.moe_layer_freq) is None,
         message="a list of --moe-layer-freq says of every layer whether it is dense, and so does --first-k-dense",
-        fix="Leave out --first-k-dense: [0]*K at the beginning of the list is the same.",
+        fix="Set --first-k-dense 0: [0]*K at the beginning of the list is the same.",
         passing="--num-layers 4 --moe-layer-freq 2 --first-k-dense 1",
         failing="--num-layers 4 --moe-layer-freq [0,1,0,1] --first-k-dense 1",
     ),
@@ -488,7 +506,7 @@ RULES: tuple[Rule, ...] = (
             f.num_experts % f.moe_router_num_groups == 0 and f.moe_router_group_topk <= f.moe_router_num_groups
         ),
         message="--moe-router-num-groups must divide --num-experts and be at least --moe-router-group-topk",
-        fix=lambda f: f"Choose --moe-router-num-groups {near_divisors(f.num_experts, f.moe_router_num_groups)}.",
+        fix=lambda f: f"Choose --moe-router-num-groups {_group_numbers(f)}, or leave the flags of groups out.",
         source="DeepSeek-V3",
         passing="--num-experts 8 --moe-router-num-groups 4 --moe-router-group-topk 2",
         failing="--num-experts 8 --moe-router-num-groups 3 --moe-router-group-topk 1",
@@ -506,7 +524,7 @@ RULES: tuple[Rule, ...] = (
         ),
         message="the choices come evenly from the groups: --moe-router-group-topk must divide --moe-router-topk unless "
         "--moe-router-group-score-topk says how a group is scored, and the groups must have enough experts",
-        fix=lambda f: f"Choose --moe-router-group-topk {near_divisors(f.moe_router_topk, f.moe_router_group_topk)}.",
+        fix=lambda f: f"Choose --moe-router-group-topk {_group_topks(f)}, or leave the flags of groups out.",
         source="DeepSeek-V3",
         passing="--num-experts 8 --moe-router-topk 4 --moe-router-num-groups 4 --moe-router-group-topk 2",
         failing="--num-experts 8 --moe-router-topk 3 --moe-router-num-groups 4 --moe-router-group-topk 2",

@@ -36,8 +36,14 @@ def _readable(f: Facts) -> bool:
         return False
 
 
+def _segmented(f: Facts, segments: int) -> bool:
+    return bool(f.seq_length % (segments * (f.mp_degree if f.sequence_parallel else 1)) == 0)
+
+
 def _heads(f: Facts) -> str:
     legal = [n for n in divisors(f.task_hidden_size) if n % f.mp_degree == 0][:6]
+    if not legal:
+        return f"Choose a --task-hidden-size that is a multiple of {f.mp_degree}, or a smaller --mp-degree."
     return f"Choose --task-num-attention-heads {either(legal)}, and multiples of {f.mp_degree} for the MLPs."
 
 
@@ -160,9 +166,9 @@ RULES: tuple[Rule, ...] = (
         ("seq_length", "generation_segments", "mp_degree", "sequence_parallel"),
         "--seq-length 128 --generation-segments 3",
         "--seq-length 128 --generation-segments 2 --memory-length 64",
-        requires=lambda f: f.seq_length % (f.generation_segments * (f.mp_degree if f.sequence_parallel else 1)) == 0,
+        requires=lambda f: _segmented(f, f.generation_segments),
         message="--generation-segments, under sequence parallelism times mp, must divide --seq-length",
-        fix=lambda f: f"Choose --generation-segments {either(n for n in (1, 2, 4, 8) if f.seq_length % n == 0)}.",
+        fix=lambda f: f"Choose --generation-segments {either(n for n in (1, 2, 4, 8) if _segmented(f, n))}.",
     ),
     _row(
         "memory",

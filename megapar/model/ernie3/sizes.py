@@ -35,7 +35,9 @@ def tasks_of(text: str | None) -> Mapping[str, Fraction]:
             raise ValueError(f"{name} occurs twice")
         try:
             weights[name] = Fraction(weight or "1")
-        except (ValueError, ZeroDivisionError):
+            if float(weights[name]) == 0 != weights[name]:
+                raise OverflowError
+        except (ValueError, ArithmeticError):
             raise ValueError(f"{item.strip()!r} is not NAME:WEIGHT") from None
         if weights[name] < 0:
             raise ValueError(f"the weight of {name} is below 0")

@@ -253,5 +253,8 @@ def test_memory_that_the_driver_refuses_is_an_error(driver, monkeypatch):
     driver.cudaHostRegister(mmap.PAGESIZE, 1, 0)
     torch.cuda.check_error(0)
     monkeypatch.setattr(torch.cuda, "check_error", refuse)
+    launched: list[object] = []
+    monkeypatch.setattr(torch, "ones", lambda *_, **options: launched.append(options["device"]))
     with pytest.raises(RuntimeError, match="cudaErrorMemoryAllocation"):
         pinned_exactly(1 << 20, torch.uint8)
+    assert launched == ["cuda"]  # or the next kernel of training would raise the driver's answer

@@ -17,6 +17,9 @@ DRIVERS = {
     "NVIDIA H100 PCIe": "h100-pcie-80g",
     "NVIDIA H100 80GB HBM3": "h100-80g",
     "NVIDIA A100-SXM4-80GB": "a100-80g",
+    "NVIDIA A100 80GB PCIe": "a100-80g",
+    "NVIDIA A800-SXM4-80GB": "a800-80g",
+    "NVIDIA H800": "h800-80g",
     "NVIDIA A100-SXM4-40GB": "a100-40g",
     "Tesla V100-SXM2-32GB": "v100-32g",
     "Ascend910B1": "ascend-910b",
@@ -42,6 +45,16 @@ STRANGERS = (
     "NVIDIA RTX A1000",
     "NVIDIA GeForce RTX 4090 D",
     "NVIDIA GeForce RTX 5090 Laptop GPU",
+    "NVIDIA GH200 480GB",
+    "NVIDIA H200 NVL",
+    "Tesla V100-SXM2-16GB",
+    "Tesla V100-PCIE-16GB",
+    "NVIDIA H20-3e",
+    "NVIDIA A800 40GB Active",
+    "NVIDIA A100-SXM-64GB",
+    "NVIDIA H800 PCIe",
+    "NVIDIA A100-SXM4-40GB MIG 3g.20gb",
+    "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
 )
 
 

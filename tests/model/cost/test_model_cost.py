@@ -5,14 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from megapar.model.cost.model_cost import UnitCost
 from megapar.model.cost.operators import Operators
 from megapar.model.cost.rank_view import RankView
+from megapar.model.decoder.costs import DecoderCost
 from megapar.model.decoder.sizes import DecoderSizes
 from megapar.model.ernie.sizes import ErnieSizes
 from megapar.model.ernie3.sizes import Ernie3Sizes
 from megapar.model.flops import layer_flops, step_flops
+from megapar.model.layers.rotary import RotaryEmbedding
 from megapar.model.sizes import ModelSizes
 from megapar.model.spec import spec_of
 from megapar.moe.sizes import MoeSizes
@@ -173,3 +176,11 @@ def test_the_gradient_of_the_shared_experts_input_passes_the_router() -> None:
         layer = spec_of(sizes).costs(sizes, VIEW).layer(1)
         passing += [operator.transient for operator in layer.operators if operator.name == "router"]
     assert passing[1] - passing[0] == 4 * 2 * 32 * 64
+
+
+@pytest.mark.parametrize("percent", [1.0, 0.5])
+def test_angles_cover_a_whole_head(percent: float) -> None:
+    sizes = replace(DENSE, head_dim=16, rotary_percent=percent)
+    own = sizes.attention
+    made = RotaryEmbedding(own.rotary_dim, 1e4, torch.float32, None, own.angles_dim).angles(torch.arange(8)[None])
+    assert DecoderCost(sizes, RankView.alone(8)).context == sum(x.nbytes for x in made)

@@ -54,6 +54,11 @@ def test_a_rope_is_one_value(text: str, rope: Rope | None) -> None:
         ('{"rope_type":"dynamic","rope_theta":50}', "type dynamic is not supported"),
         ('{"rope_theta":50,"factor":8}', "factor, which rope of the type default does not read"),
         ('{"rope_theta":50,"theta":8}', "theta, which rope"),
+        (
+            '{"rope_type":"yarn","rope_theta":10000,"factor":8,"original_max_position_embeddings":64,"beta_fast":1,'
+            '"beta_slow":8}',
+            "beta_slow must be at most",
+        ),
     ],
 )
 def test_what_does_not_say_all_of_a_rope_is_refused(text: str, reason: str) -> None:

@@ -76,3 +76,10 @@ def test_two_spellings_are_one_model() -> None:
 def test_sizes_refuse_a_negative_window() -> None:
     with pytest.raises(ValueError, match="window_size is -1"):
         replace(DENSE, window_size=-1)
+
+
+@pytest.mark.parametrize("text", ["[1]*0", "0*[1]", "[1]*0+[0]*0"])
+def test_a_list_of_no_layers_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="no layers"):
+        windowed_layers(text, 4)
+    assert windowed_or_all(text, 4) == (True,) * 5

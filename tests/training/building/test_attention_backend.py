@@ -119,6 +119,9 @@ def test_qk_clip_names_the_kernel_that_torch_would_choose():
         ("--attention-backend flash3", gpu(capability=(10, 0)), "compute capability 9.0 to 9.0, not 10.0"),
         ("--attention-backend cudnn --head-dim 256", gpu(capability=(8, 0)), "compute capability"),
         ("--attention-backend flash --head-dim 256", gpu(capability=(8, 0)), ""),
+        ("--attention-backend flash --window-size 8", gpu(), ""),
+        ("--attention-backend flash --window-size 8 --head-dim 20", gpu(), "multiple of 8 features, not 20"),
+        ("--attention-backend cudnn --window-size 8", gpu(), "no form for window"),
         ("", gpu("cudnn", "flash3"), ""),
     ],
 )

@@ -187,13 +187,17 @@ def form_of(mask: AttentionMask) -> str:
     return CAUSAL if mask.causal else FULL
 
 
+def _kernels_of(backend: str) -> tuple[str, ...]:
+    """Return the kernels that a value of --attention-backend names: FlashAttention has two calls."""
+    return (FLASH, VARLEN) if backend == FLASH else (backend,)
+
+
 def rows_of(backend: str, rows: tuple[KernelRow, ...] = ROWS) -> Iterator[KernelRow]:
     """Yield the rows that a value of --attention-backend selects, in the order in which they are tried."""
     if backend == AUTO:
         yield from (row for row in rows if row.confirmed)
     else:
-        names = (FLASH, VARLEN) if backend == FLASH else (backend,)
-        yield from (row for row in rows if row.kernel in names)
+        yield from (row for row in rows if row.kernel in _kernels_of(backend))
     yield from (row for row in rows if row.standing == TODAY)
 
 
@@ -221,7 +225,7 @@ def lacks(backend: str, calls: tuple[AttentionCall, ...]) -> str:
     """
     if backend == AUTO:
         return ""
-    rows = [(row, call) for call in calls for row in ROWS if row.kernel == backend]
+    rows = [(row, call) for call in calls for row in ROWS if row.kernel in _kernels_of(backend)]
     reasons = [row.lacks(call) for row, call in sorted(rows, key=lambda pair: pair[1].form not in pair[0].forms)]
     return "" if "" in reasons else reasons[0]
 
