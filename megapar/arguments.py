@@ -160,7 +160,7 @@ def _help_topic(argv: Sequence[str]) -> str | None:
         name, _, attached = token.partition("=")
         if name in ("-h", "--help"):
             after = argv[at + 1 : at + 2]
-            asked = [word for word in after if not word.startswith("-") or at + 2 == len(argv)]
+            asked = [word.partition("=")[0] for word in after if not word.startswith("-") or at + 2 == len(argv)]
             return attached or "".join(asked)
     return None
 
@@ -299,7 +299,7 @@ def _config_paths(argv: Sequence[str]) -> list[str]:
 
 def _launched(draft: Draft, environ: Mapping[str, str]) -> int | None:
     try:
-        return int(convert(FLAGS["world_size"], environ.get("WORLD_SIZE", "1")))
+        return int(convert(FLAGS["world_size"], environ.get("WORLD_SIZE") or "1"))
     except BadValue:
         fix = "Start the ranks with megapar launch or torchrun, which set it; for a single process, unset it."
         draft.complain("environment", f"WORLD_SIZE is {environ['WORLD_SIZE']!r}, not a number of ranks.", fix)

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
 
 from megapar.arguments import Config
 from megapar.checkpoints.export import export
@@ -168,7 +167,7 @@ def train(
     device = _prepare_device(config)
     watch.start()
     try:
-        config, corpus = _read_data(config, device, data, prints=os.environ.get("RANK", "0") == "0" and not quiet)
+        config, corpus = _read_data(config, device, data, prints=(os.environ.get("RANK") or "0") == "0" and not quiet)
         declared = make_entry(config, corpus, device)
         if rendezvous_url is None and (unknown := unknown_address()):
             sys.stderr.write(f"rank {os.environ['RANK']}: {unknown}\n")
@@ -205,7 +204,7 @@ def train(
 
 def _prepare_device(config: Config) -> Device:
     """Return this process's device, prepared for the run. Raises ConfigError if the device cannot do what it asks."""
-    device = pick(config.runtime.device, int(os.environ.get("LOCAL_RANK", "0")))
+    device = pick(config.runtime.device, int(os.environ.get("LOCAL_RANK") or "0"))
     device.prepare_process()
     check_device(config, device)
     check_memory(config, os.environ, device.type, device.name)
@@ -342,7 +341,9 @@ class Trainer:
             user_loggers=self._user_loggers,
             check_owner=self.checkpoints.check_owner,
         )
-        gradients = Gradients(self.job, self.objective, self.loss_scale, self._votes)
+        gradients = Gradients(
+            self.job, self.objective, self.loss_scale, lambda: (*self.guards.votes(), *self.control.votes())
+        )
         self.guards = make_guards(
             config=config,
             job=self.job,
@@ -571,9 +572,6 @@ class Trainer:
     def step(self) -> StepResult:
         """Run one optimizer step. See ``Stepper``."""
         return self.stepper.step(self.loader)
-
-    def _votes(self) -> Sequence[int | Tensor]:
-        return *self.guards.votes(), *self.control.votes()
 
     def adapt(self) -> None:
         """Choose the layers to recompute from the memory of the first steps; report it. Call after every step."""

@@ -192,7 +192,7 @@ def read_line(draft: Draft, argv: Sequence[str]) -> None:
             before is not None
             and before[0] != spelling.text
             and before[1] != value
-            and not _negates(before[0], spelling.text)
+            and spelling.text not in (f"no-{before[0]}", before[0].removeprefix("no-"))
         ):
             draft.complain(
                 "contradiction",
@@ -225,10 +225,6 @@ def _complain_stray(draft: Draft, token: str, tokens: list[str]) -> None:
     draft.complain("unexpected", f"{token!r} was found where a flag was expected.", fix)
     if meant:
         _pop_values(tokens)
-
-
-def _negates(one: str, other: str) -> bool:
-    return f"no-{one}" == other or f"no-{other}" == one
 
 
 def _pop_values(tokens: list[str]) -> list[str]:

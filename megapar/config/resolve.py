@@ -35,10 +35,6 @@ class Derivation:
     settled: bool = False
 
 
-def _hybrid(dp: int, given: frozenset[str]) -> bool | None:
-    return True if dp > 1 and "hybrid_dp" not in given else None
-
-
 def _sharding(world: int, mp: int, pp: int, cp: int, dp: int, hybrid: bool) -> int | None:
     rest = mp * pp * cp * max(1, dp)
     return None if (hybrid and dp < 1) or world % rest else world // rest
@@ -51,10 +47,6 @@ def _replicas(world: int, sharding: int, mp: int, pp: int, cp: int) -> int | Non
 
 def _quotient(whole: int, part: int) -> int | None:
     return None if part < 1 or whole % part else whole // part
-
-
-def _head_dim(hidden: int, heads: int, latent: bool, plain: int, rotated: int) -> int | None:
-    return plain + rotated if latent else _quotient(hidden, heads)
 
 
 def _longest(length: int, phases: str | None) -> int:
@@ -101,10 +93,6 @@ def _strategy(given: frozenset[str], anchors: tuple[str, ...]) -> str | None:
     return "segment_broadcast_MB" if "segment_broadcast_mb" in given else None
 
 
-def _metrics(save: str | None) -> str | None:
-    return str(PurePath(save) / METRICS) if save and not is_stored(save) else None
-
-
 def _apart(task: str, packing: str) -> bool | None:
     # Conversations of one sample are separate documents; rows refuse these flags with --task sft.
     return True if task == "sft" and packing == "best_fit" else None
@@ -113,7 +101,13 @@ def _apart(task: str, packing: str) -> bool | None:
 DERIVATIONS: tuple[Derivation, ...] = (
     Derivation("world_size", ("launched_size",), lambda launched: launched),
     Derivation("ranks_per_node", ("launched_node",), lambda launched: launched, settled=True),
-    Derivation("hybrid_dp", ("dp_degree", "given"), _hybrid, open=(False,), settled=True),
+    Derivation(
+        "hybrid_dp",
+        ("dp_degree", "given"),
+        lambda dp, given: (dp > 1 and "hybrid_dp" not in given) or None,
+        open=(False,),
+        settled=True,
+    ),
     Derivation(
         "sharding_degree",
         ("world_size", "mp_degree", "pp_degree", "cp_degree", "dp_degree", "hybrid_dp"),
@@ -129,7 +123,7 @@ DERIVATIONS: tuple[Derivation, ...] = (
     Derivation(
         "head_dim",
         ("hidden_size", "num_attention_heads", "multi_latent_attention", "qk_head_dim", "qk_pos_emb_head_dim"),
-        _head_dim,
+        lambda hidden, heads, latent, plain, rotated: plain + rotated if latent else _quotient(hidden, heads),
     ),
     Derivation("attention_latent_norm_epsilon", ("layernorm_epsilon",), lambda epsilon: epsilon),
     Derivation("ffn_hidden_size", ("hidden_size", "activation"), _ffn),
@@ -167,7 +161,12 @@ DERIVATIONS: tuple[Derivation, ...] = (
     Derivation("mla_cp_exchange", _EXCHANGE_READS, _exchange, open=("auto",), settled=True),
     Derivation("reset_position_ids", ("task", "sft_packing"), _apart, open=(False,), settled=True),
     Derivation("reset_attention_mask", ("task", "sft_packing"), _apart, open=(False,), settled=True),
-    Derivation("metrics_jsonl", ("save",), _metrics, settled=True),
+    Derivation(
+        "metrics_jsonl",
+        ("save",),
+        lambda save: str(PurePath(save) / METRICS) if save and not is_stored(save) else None,
+        settled=True,
+    ),
     Derivation("lr_decay_iters", ("train_iters",), lambda steps: max(1, steps)),
     Derivation("lr_wsd_decay_iters", ("lr_decay_iters",), lambda steps: max(1, steps // 10)),
 )

@@ -110,7 +110,7 @@ def check_rank(environ: Mapping[str, str]) -> list[Complaint]:
 def _check_rendezvous(environ: Mapping[str, str]) -> list[Complaint]:
     """Complain if the variables by which several ranks find each other are not set."""
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
-    size = environ.get("WORLD_SIZE", "1")
+    size = environ.get("WORLD_SIZE") or "1"
     if not missing or size == "1" or not _is_number(size):  # the parser complains about one that is not a number
         return []
     verb = "is" if len(missing) == 1 else "are"

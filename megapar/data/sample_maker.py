@@ -79,14 +79,12 @@ def _name(source: BlendSource) -> str:
     label = f"{source.label}=" if source.label else ""
     if source.indexed is not None:
         return f"{label}{source.name} (.bin/.idx)"
-    names = [_shown(text.name) for text in source.sources]
+    names = [
+        "the built-in text, Python's documentation" if text.name == BUILTIN else text.name for text in source.sources
+    ]
     more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
     files = f" ({len(names)} files)" if len(names) > 1 else ""
     return f"{label}{', '.join(names[:MOST_NAMES])}{more}{files}"
-
-
-def _shown(name: str) -> str:
-    return "the built-in text, Python's documentation" if name == BUILTIN else name
 
 
 P = TypeVar("P", TokenPieces, DocumentPieces)

@@ -89,8 +89,9 @@ class DiskStore:
             os.fsync(descriptor)
             _link(aside, final)
             if not os.path.samestat(os.fstat(descriptor), os.stat(final)):  # a copy: no hard links here
+                own = os.open(final, os.O_RDWR)
                 lock.release()
-                lock = DiskLock(final, os.open(final, os.O_RDWR))
+                lock = DiskLock(final, own)
                 lock.take()
         except (FileExistsError, FileNotFoundError):  # the name is taken, or another start has removed ``aside``
             lock.release()

@@ -227,10 +227,7 @@ def written_locally(folder: Location) -> Iterator[Path]:
 
 @contextmanager
 def read_locally(folder: Location, *, below: bool = False) -> Iterator[Path]:
-    """Yield a folder with the files of ``folder`` for a library that reads them itself.
-
-    below: With those of its subfolders; on a disk they are always there.
-    """
+    """Yield a folder with the files of ``folder`` for a library that reads paths; ``below``: and of its subfolders."""
     path = folder.local_path()
     if path is not None:
         yield path

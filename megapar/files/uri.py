@@ -24,8 +24,8 @@ DISK = "file://"
 """Before a whole path on a disk."""
 
 _URI = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
-# Secret keys may contain slashes, and only what is behind a colon may be one.
-_SECRET = re.compile(r"(?<=://)(?:[^/\s'\"@]*:[^\s'\"@]*|[^/\s'\"@]*)(?:@[^/\s'\"@]*)*@")
+# Secret keys may contain slashes, and only what is behind a colon, but not a port, may be one.
+_SECRET = re.compile(r"(?<=://)(?:[^/\s'\"@]*:(?!\d{1,5}/)[^\s'\"@]*|[^/\s'\"@]*)(?:@[^/\s'\"@]*)*@")
 
 
 def split_uri(text: str) -> tuple[str, str] | None:
@@ -78,8 +78,8 @@ def with_both_slashes(text: str) -> str:
 
 
 def refuse_wrong(text: str) -> None:
-    """Raise ConfigError for a URI that cannot be used; any other text is a path."""
-    problem, fix = wrong_uri(text) if "://" in text else ("", "")
+    """Raise ConfigError for a URI that cannot be used; any other text, and file://PATH, is a path."""
+    problem, fix = wrong_uri(text) if "://" in text and not text.startswith(DISK) else ("", "")
     if problem:
         raise ConfigError([Complaint("store", f"{masked(text)} {problem}.", fix)])
 

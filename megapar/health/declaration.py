@@ -174,7 +174,11 @@ class RankEntry(Declaration):
     @classmethod
     def of(cls, config: Config, corpus: Corpus, device: Device, environ: Mapping[str, str] = os.environ) -> RankEntry:
         """Return this rank's entry. Reads data whose fingerprint is not in the cache. Raises DataError."""
-        flags = [flag for flag in FLAGS.values() if config.kind in flag.models and _is_compared(flag)]
+        flags = [
+            flag
+            for flag in FLAGS.values()
+            if config.kind in flag.models and not (flag.per_node or flag.meta or flag.name in _BY_CONTENT)
+        ]
         values = config.values()
         number, local_rank = environ.get("GROUP_RANK", ""), int(environ.get("LOCAL_RANK") or "0")
         node = f"{number} on {socket.gethostname()}" if number else ""
@@ -240,10 +244,6 @@ def installed() -> dict[str, str]:
         "Python": versions["python"],
         "code": versions["code"],
     }
-
-
-def _is_compared(flag: Flag) -> bool:
-    return not (flag.per_node or flag.meta or flag.name in _BY_CONTENT)
 
 
 def _text(value: Any, flag: Flag) -> str:

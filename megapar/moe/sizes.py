@@ -223,7 +223,7 @@ class MoeSizes:
 
     @cached_property
     def capacity_per_token(self) -> Fraction:
-        """Exact value of factor · k / E."""
+        """Factor · k / E, with the factor as the nearest fraction of a denominator up to a million."""
         # Digits of the factor beyond these would exceed int64 on the device, times the tokens of a micro-batch.
         factor = Fraction(str(self.capacity_factor)).limit_denominator(10**6)
         return Fraction(self.topk, self.num_experts) * factor

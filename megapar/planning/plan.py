@@ -28,10 +28,8 @@ from megapar.training.building.device_choices import with_figures
 SECONDS_PER_DAY = 86400
 MOST_DOUBLED = 10
 _AXES = ("dp", "pp", "sharding", "cp", "mp", "ep", "emp")
-_FULL = {
-    **{"recompute_interval": 1, "recompute_granularity": "full"},
-    **{"recompute_method": None, "recompute_num_layers": None},
-}
+_WHOLE = dict.fromkeys(("recompute_method", "recompute_num_layers")) | {"recompute_granularity": "full"}
+_FULL: Mapping[str, Any] = {**_WHOLE, "recompute_interval": 1}
 _STAGE_2, _STAGE_3 = ({"sharding_stage": stage, "gradient_merge_mode": "micro_batch"} for stage in (2, 3))
 _SAVINGS: Mapping[str, Mapping[str, Any]] = {
     "--recompute-granularity selective": {"recompute_granularity": "selective"},

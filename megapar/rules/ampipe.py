@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 from typing import Any
 
 from megapar.rules.pipeline import zero_bubble
@@ -31,7 +32,8 @@ def _sliced(f: Facts) -> bool:
 
 def _capacity(f: Facts) -> int:
     tokens = f.micro_batch_size * f.seq_length
-    even = math.ceil(tokens / f.num_experts * f.moe_capacity_factor * f.moe_router_topk)
+    factor = Fraction(str(f.moe_capacity_factor)).limit_denominator(10**6)  # as in ``moe.sizes.MoeSizes``
+    even = math.ceil(tokens * factor * f.moe_router_topk / f.num_experts)
     return int(max(even, f.moe_min_capacity))
 
 

@@ -38,10 +38,6 @@ def _split(f: Facts) -> bool:
     return len(parts) in (2, 3) and all(NUMBER.fullmatch(part.strip()) for part in parts) and float(parts[0]) > 0
 
 
-def _holds_out(f: Facts) -> bool:
-    return not _split(f) or float(f.split.split(",")[1]) > 0
-
-
 def _names(f: Facts) -> set[str]:
     return {item.name for item in blend_of(f.data_path)} - {""} if _blends(f) else set()
 
@@ -319,7 +315,7 @@ RULES: tuple[Rule, ...] = (
         id="split-nothing-held-out",
         reads=("split", "eval_interval"),
         when=lambda f: f.split is not None and f.eval_interval > 0,
-        requires=_holds_out,
+        requires=lambda f: not _split(f) or float(f.split.split(",")[1]) > 0,
         message="--split holds out no documents to evaluate on",
         fix="Set --eval-interval 0, or a second weight above 0.",
         passing="--split 100,0,0 --eval-interval 0",

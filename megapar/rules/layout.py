@@ -139,11 +139,6 @@ def _vocabulary_ranks(f: Facts) -> int:
     return int(-(-f.vocab_size // length))
 
 
-def _near_vocabulary(f: Facts) -> int:
-    """Return the next multiple of mp; --vocab-size must be at least 8."""
-    return int(-(-max(8, f.vocab_size) // f.mp_degree) * f.mp_degree)
-
-
 def _divides(
     id: str, part: str, whole: str, message: str, passing: str, failing: str, when: Test = always, **more: Any
 ) -> Rule:
@@ -352,7 +347,10 @@ RULES: tuple[Rule, ...] = (
             "vocab parallel: each mp rank has ceil(--vocab-size / mp) rows of the embedding, and no rank may be left "
             "without any"
         ),
-        fix=lambda f: f"Choose --mp-degree {_vocabulary_ranks(f)}, or --vocab-size {_near_vocabulary(f)}.",
+        fix=lambda f: (  # a multiple of mp, at least 8
+            f"Choose --mp-degree {_vocabulary_ranks(f)}, or --vocab-size "
+            f"{-(-max(8, f.vocab_size) // f.mp_degree) * f.mp_degree}."
+        ),
         passing="--world-size 4 --mp-degree 4 --vocab-size 10",
         failing="--world-size 4 --mp-degree 4 --vocab-size 9",
     ),

@@ -64,7 +64,8 @@ def _enough(f: Facts) -> str:
     least = unit * f.pp_degree
     if f.rampup_batch_size is not None:
         return f"Choose multiples of {least} as START and INCREMENT of --rampup-batch-size, and as --global-batch-size."
-    return f"Choose --global-batch-size {least}, which is {f.pp_degree} micro-batches; of a phase, its own."
+    steps = f"--gradient-merge-acc-step {f.pp_degree} in its place"
+    return f"Choose --global-batch-size {least}, or {steps}: {f.pp_degree} micro-batches; of a phase, its own batch."
 
 
 _BATCH = (

@@ -25,8 +25,8 @@ STYLES = ("linear", "cosine", "minus_sqrt", "constant")
 SEQ_LENGTH, BATCH, RATE = SETTINGS = ("seq-length", "global-batch-size", "lr")
 """Settings of a phase besides its sources, which therefore cannot have these names."""
 NAME = re.compile(r"[A-Za-z0-9_.-]+")
-_AMOUNT = re.compile(r"(\d{1,18}(?:\.\d{1,18})?)([kKMBT]?)")
-_WEIGHT = re.compile(r"\d{1,18}(?:\.\d{1,18})?|\.\d{1,18}")
+_AMOUNT = re.compile(r"(\d{1,18}(?:\.\d{0,18})?(?:[eE][-+]?\d{1,2})?)([kKMBT]?)")
+_WEIGHT = re.compile(r"\+?(?:\d{1,18}(?:\.\d{0,18})?|\.\d{1,18})(?:[eE][-+]?\d{1,2})?")
 _POWERS = {"": 0, "k": 3, "K": 3, "M": 6, "B": 9, "T": 12}
 _KEYS = ("at", "unit", "sources", *SETTINGS)
 

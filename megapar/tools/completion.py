@@ -150,11 +150,7 @@ def _options(flag: Any) -> dict[str, Any]:
 def _complete_values(action: argparse.Action, flag: Any) -> None:
     """Complete the values of paths by files, and numbers by nothing."""
     if not flag.path and not flag.choices and flag.takes_value:
-        action.completer = _nothing  # type: ignore[attr-defined]
-
-
-def _nothing(**_: Any) -> list[str]:
-    return []
+        action.completer = lambda **_: []  # type: ignore[attr-defined]
 
 
 def _configurations(prefix: str = "", **_: Any) -> Iterator[str]:

@@ -229,7 +229,7 @@ def run(kind: str, flags: Sequence[str]) -> NoReturn:
     """Evaluate as one rank with the line of the trainer, and exit as ``trainer.main`` does."""
     prepare_process()
     config = parse_or_exit(kind, flags, outline=outline)
-    if os.environ.get("RANK", "0") == "0":
+    if (os.environ.get("RANK") or "0") == "0":
         for note in _other_data(config):
             print(f"megapar evaluate: {note}", file=sys.stderr)
 
@@ -256,7 +256,7 @@ def _other_data(config: Config) -> Iterator[str]:
 
 def _print_result(outcome: Evaluated, *, loss: bool, causal: bool) -> None:
     """Print the result as rank 0, a number per line, as ``result_lines``."""
-    if os.environ.get("RANK", "0") == "0" and outcome.evaluation is not None:
+    if (os.environ.get("RANK") or "0") == "0" and outcome.evaluation is not None:
         print("\n".join(result_lines(outcome.evaluation, loss=loss, causal=causal)), flush=True)
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from megapar.checkpoints.format.names import holds_checkpoints
 from megapar.config.config import FLAGS
 from megapar.errors import CheckpointError, MegaparError
+from megapar.files.location import at
 from megapar.files.tensor_file import CONFIG_FILE
 from megapar.files.uri import refuse_wrong
 from megapar.tools.parser import Parser, count, failed, whole
@@ -82,7 +83,8 @@ def main(argv: Sequence[str]) -> int:
 def generate(options: Namespace) -> list[str]:
     """Return the prompts with their continuations, for parsed options. Raises MegaparError and OSError."""
     refuse_wrong(options.checkpoint)
-    if (Path(options.checkpoint) / CONFIG_FILE).is_file() and not holds_checkpoints(Path(options.checkpoint)):
+    local = at(options.checkpoint).local_path()
+    if local is not None and (local / CONFIG_FILE).is_file() and not holds_checkpoints(local):
         raise CheckpointError(
             f"{options.checkpoint} is a model of transformers, not the folder of a run. transformers generates from it "
             "(docs/finetune.md#use-it); a run that begins with it is --load-hf."

@@ -36,5 +36,5 @@ def check_torch(environ: Mapping[str, str]) -> None:
     oldest, newest = (".".join(map(str, numbers)) for numbers in (OLDEST_TORCH, NEWEST_TORCH))
     if release < OLDEST_TORCH:
         sys.exit(f"megapar: torch {found} is too old: pip install 'torch>={oldest}'")
-    if release > NEWEST_TORCH and environ.get("RANK", "0") == "0":
+    if release > NEWEST_TORCH and (environ.get("RANK") or "0") == "0":
         sys.stderr.write(f"megapar: note: tested with torch {oldest} to {newest}, this is {found}\n")

@@ -156,8 +156,7 @@ def _refuse_unused(args: argparse.Namespace) -> None:
     if names:
         message = f"{', '.join(names)}: no effect here."
         fix = (
-            "--write is for --search, --svg and --chunk-costs for --show-schedule, --trace-rank for --trace, and "
-            "--ranks, --html, --timeline and --trace for a plan; --json has no lists and no schedule."
+            "--write is for --search, --svg and --chunk-costs for --show-schedule, the others for a plan, not as JSON."
         )
         raise ConfigError([Complaint("plan-unused", message, fix)])
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megapar.arguments import Config, parse
+from megapar.arguments import Config, parse, parse_or_exit
 from megapar.errors import ConfigError
 from megapar.schema.phase_plan import RateTarget
 
@@ -268,3 +268,23 @@ def test_a_script_is_that_of_the_file_that_names_it(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as failure:
         parse("moe", ["--config", str(tmp_path / "a.yaml"), "--config", str(tmp_path / "b.yaml")], {})
     assert [complaint.message.count("a.yaml") for complaint in failure.value.complaints] == [1]
+
+
+def test_a_lifted_rule_holds_in_a_phase_with_strict_seed_rules(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+    line = (
+        "--world-size 2 --ep-degree 2 --sharding-degree 2 --moe-model-type deepspeed_moe --num-experts 4 --rules-only"
+    )
+    phases = "0: web=1; 5 iterations: web=1 seq-length=1001"
+    words = [*line.split(), "--ampipe-degree", "2", "--seq-length", "1024", "--data-path", f"web={tmp_path}/a.jsonl"]
+    words += ["--data-phases", phases]
+    parse("moe", words, {})
+    with pytest.raises(ConfigError, match=r"\[ampipe-length\] in the phase from 5 iterations on"):
+        parse("moe", [*words, "--strict-seed-rules"], {})
+
+
+def test_help_before_a_flag_with_its_value_explains_the_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        parse_or_exit("moe", ["--help", "--lr=1e-3"], {})
+    assert end.value.code == 0
+    assert "--lr FLOAT" in capsys.readouterr().out

@@ -52,5 +52,8 @@ def test_a_file_of_a_checkout_leads_to_the_name(tmp_path: Path, monkeypatch: pyt
 def test_numbers_reach_the_flags_as_they_are_written() -> None:
     pairs = dict(load_pairs("a: 1.10\nb: 0.00001\nc: [.5, 1e-3, 3:4]\nd: 010\n"))
     assert pairs == {"a": "1.10", "b": "0.00001", "c": [".5", "1e-3", "3:4"], "d": "010"}
-    phases = {"data_path": ["a=a.jsonl", "b=b.jsonl"], "data_phases": "0: a=.5,b=0.00001"}
+    phases = {
+        "data_path": ["a=a.jsonl", "b=b.jsonl"],
+        "data_phases": "0: a=.5,b=0.00001; 1.0e+2 iterations: a=5.0e-1,b=1.",
+    }
     assert parse("moe", {**phases, "rules_only": True}, {}).data.data_phases is not None

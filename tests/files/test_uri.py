@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from megapar.errors import ConfigError
 from megapar.files import uri
 from megapar.files.uri import is_stored, masked, split_uri, wrong_uri
 
@@ -61,7 +62,7 @@ def test_a_password_may_contain_slashes_and_a_name_may_contain_an_at_sign(monkey
     monkeypatch.setattr(uri, "find_spec", lambda name: object())
     assert masked("s3://AKIA:wJ/K7@bucket/run") == "s3://***@bucket/run"
     assert "a user or a password" in wrong_uri("s3://AKIA:wJ/K7@bucket/run")[0]
-    for text in ("s3://bucket/a@b", "s3://bucket/a:b@c"):
+    for text in ("s3://bucket/a@b", "s3://bucket/a:b@c", "http://minio:9000/runs/a@b", "http://proxy:3128/x/user@host"):
         assert masked(text) == text
 
 
@@ -69,3 +70,9 @@ def test_the_case_of_a_scheme_hides_no_missing_package(monkeypatch: pytest.Monke
     monkeypatch.setattr(uri, "find_spec", lambda name: None)
     assert uri.missing_package("S3://b/n") == uri.missing_package("s3://b/n")
     assert uri.with_both_slashes("S3:/b") == "s3://b"
+
+
+def test_a_file_uri_is_a_path() -> None:
+    uri.refuse_wrong("file:///a/b")
+    with pytest.raises(ConfigError):
+        uri.refuse_wrong("hf://a/b")

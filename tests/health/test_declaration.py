@@ -260,3 +260,10 @@ def test_nodes_that_would_choose_different_dispatches_hear_of_it() -> None:
 
 def test_nodes_with_other_trainers_are_told_so() -> None:
     assert "same trainer" in declaration._fix(declaration._SCRIPT)
+
+
+def test_empty_ranks_are_those_of_a_single_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "")
+    line = last_wins((*SMALL["moe"], *COMMON), ("--train-iters", "1", "--save", str(tmp_path)))
+    assert train(parse("moe", line, starting=True)).iteration == 1

@@ -104,7 +104,14 @@ def test_techniques_are_written_as_a_file_s_or_one_after_another(
 
 @pytest.mark.parametrize(
     ("count", "text"),
-    [(2048, "2,048"), (1.5e6, "1.5 M"), (671.026e9, "671 B"), (1.026e12, "1026 B"), (1.48e13, "14.8 T")],
+    [
+        (2048, "2,048"),
+        (1.5e6, "1.5 M"),
+        (671.026e9, "671 B"),
+        (1.026e12, "1026 B"),
+        (9.99996e12, "10 T"),
+        (1.48e13, "14.8 T"),
+    ],
 )
 def test_counts_are_short(count: float, text: str) -> None:
     assert billions(int(count)) == text

@@ -398,3 +398,10 @@ def test_a_quotation_that_does_not_end_is_refused(capsys: pytest.CaptureFixture[
     with pytest.raises(SystemExit):
         main(["translate", "--", "torchrun x.py --save 'x"])
     assert "the command line cannot be read: No closing quotation" in capsys.readouterr().err
+
+
+def test_arguments_behind_a_file_are_added_to_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.yaml").write_text("max_steps: 10\nmax_seq_length: 64\n", encoding="utf-8")
+    for dashes in ([], ["--"]):
+        main(["translate", str(tmp_path / "run.yaml"), *dashes, "--max_steps", "99"])
+        assert "--train-iters 99" in capsys.readouterr().out

@@ -128,7 +128,8 @@ def _write_checkpoint(
     """Write the weights as iteration 0 and return their bytes."""
     folder = folders.iteration_folder(root, 0)
     rows = {f"model/{spec.name}": spec for spec in table}
-    wide = torch.float64 if any(t.code == "F64" for t in weights.tensors.values()) else torch.float32
+    own = pieces_of(table, architecture)
+    wide = torch.float64 if any(weights.tensors[name].code == "F64" for name in own) else torch.float32
 
     numbers = itertools.count()
 

@@ -37,7 +37,7 @@ _LINE = re.compile(rf"({_NAME.pattern})(?: ({EPOCH}))?")
 _PART = re.compile(rf"{re.escape(SCALARS_FILE)}|shard-[0-9]+\.safetensors")
 _MOST_BYTES = 100
 _MOST_LAYOUT_BYTES = 1 << 20
-MOST_SCALARS_BYTES = 1 << 24  # they list the data: some 180 bytes per source, for every phase with different data
+MOST_SCALARS_BYTES = 1 << 26  # they list the data: some 180 bytes per source, for every phase with different data
 FOREIGN_FIX = (
     "Convert it to Hugging Face format with Megatron Bridge or the framework's own converter, and pass that folder "
     "with --load-hf."

@@ -111,7 +111,7 @@ def _compare(
     except (MegaparError, OSError) as error:
         return {"refused": [["data", f"The data cannot be read again: {error}", ""]]}
     size = config.grid.world_size
-    nodes = -(-size // int(os.environ.get("LOCAL_WORLD_SIZE", size)))
+    nodes = -(-size // int(os.environ.get("LOCAL_WORLD_SIZE") or size))
     new = continued((), plan)
     current = Identity(config.optimizer.optimizer, tokenizer, new, made_by(size, nodes), flags_of(config))
     unchanged = {"record": current.to_json(), "refused": [], "in_phases": True}

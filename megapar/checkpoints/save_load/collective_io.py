@@ -210,7 +210,10 @@ def _merged_error(failures: Sequence[Sequence[Any]], local_error: BaseException 
     for rank, failure in failures:
         ranks.setdefault(failure["text"], []).append(rank)
     text = "; ".join(
-        text if len(failed) == count else f"{text} (ranks {_short(failed)})" for text, failed in ranks.items()
+        text
+        if len(failed) == count
+        else f"{text} (ranks {', '.join(map(str, failed[:8]))}{', ...' * (len(failed) > 8)})"
+        for text, failed in ranks.items()
     )
     reasons = [failure for _, failure in failures]
     if any(failure["interrupt"] for failure in reasons):
@@ -223,7 +226,3 @@ def _merged_error(failures: Sequence[Sequence[Any]], local_error: BaseException 
     merged = kind(text)
     merged.__cause__ = None if all(failure["expected"] for failure in reasons) else local_error
     return merged
-
-
-def _short(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")

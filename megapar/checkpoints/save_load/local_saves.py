@@ -107,7 +107,7 @@ def make(config: Config, job: Job, job_name: str, section: Section = unwatched) 
 def _neighbour(world: World) -> tuple[int, int] | None:
     """Return the ranks with this rank's position on (the next node, the previous node), or None on a single node."""
     size = world.grid.world_size
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE") or size)
     if per_node >= size:
         return None
     position = world.launched[world.rank]

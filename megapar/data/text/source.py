@@ -332,4 +332,7 @@ def sources_hash(sources: Sequence[TextSource]) -> str:
 def _is_blank(line: bytes) -> bool:
     """Return True for a line of white space, also of Unicode's, as ``chunks`` splits documents."""
     rest = line.strip()
-    return not rest or (rest[0] >= 0x80 and not rest.decode("utf-8", "replace").strip())
+    if not rest or 0x20 < rest[0] < 0x80:
+        return not rest
+    first = rest[:4].decode("utf-8", "replace")[0]  # decoding all of every line would take its time
+    return first.isspace() and not rest.decode("utf-8", "replace").strip()

@@ -117,7 +117,7 @@ class FaultRecord:
         return CorruptionError(message, ranks, parameters)
 
     def _blamed(self, rank: int) -> Blamed:
-        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", self._world.grid.world_size))
+        per_node = int(os.environ.get("LOCAL_WORLD_SIZE") or self._world.grid.world_size)
         number = self._world.launched[rank] % max(1, per_node)
         device = self._world.device
         node = self.hosts[rank] if rank < len(self.hosts) else "unknown"

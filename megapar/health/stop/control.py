@@ -26,7 +26,7 @@ class StopSignal:
     def __init__(self) -> None:
         self._received, self._asked_for = 0, False
         self._timeout_seconds = stop_timeout(os.environ)
-        self._rank = os.environ.get("RANK", "0")
+        self._rank = os.environ.get("RANK") or "0"
         self._insistence = Insistence()
         self._deadline: float | None = None
         self._back = False

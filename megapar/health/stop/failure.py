@@ -43,7 +43,7 @@ def report(error: BaseException, environ: Mapping[str, str]) -> int:
     """
     note(error, environ)
     if isinstance(error, MegaparError):
-        prefix = f"rank {environ.get('RANK', '0')}: " if int(environ.get("WORLD_SIZE", "1")) > 1 else ""
+        prefix = f"rank {environ.get('RANK') or 0}: " if int(environ.get("WORLD_SIZE") or "1") > 1 else ""
         if is_first_to_report(str(error), environ):
             sys.stderr.write(f"{prefix}{type(error).__name__}: {error}\n")
         return error.exit_status
@@ -95,10 +95,10 @@ def is_lost_peer(error: BaseException) -> bool:
 
 def report_lost_peer(error: BaseException, environ: Mapping[str, str]) -> bool:
     """Print one line if another rank's exit caused the exception. Returns True in that case."""
-    if int(environ.get("WORLD_SIZE", "1")) == 1 or not is_lost_peer(error):
+    if int(environ.get("WORLD_SIZE") or "1") == 1 or not is_lost_peer(error):
         return False
     reason = _HEAD.sub("", str(error).splitlines()[0]).partition(". ")[0]
-    sys.stderr.write(f"rank {environ.get('RANK', '0')}: another rank is gone, see its error ({reason})\n")
+    sys.stderr.write(f"rank {environ.get('RANK') or 0}: another rank is gone, see its error ({reason})\n")
     return True
 
 
@@ -108,7 +108,7 @@ def is_first_to_report(text: str, environ: Mapping[str, str]) -> bool:
     It is the first in time, not rank 0, because other ranks may be killed before they can print. If the store belongs
     to rank 0, it may be gone, and all ranks print.
     """
-    if int(environ.get("WORLD_SIZE", "1")) == 1 or environ.get(_AGENT) != "True":
+    if int(environ.get("WORLD_SIZE") or "1") == 1 or environ.get(_AGENT) != "True":
         return True
     key = hashlib.sha256(text.encode()).hexdigest()[:16]
     try:

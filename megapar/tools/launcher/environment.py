@@ -95,14 +95,19 @@ def interfaces(address: str, environ: Mapping[str, str] | None = None) -> dict[s
     if sys.platform != "linux":
         return {}
     variables = {}
-    with suppress(OSError):  # an address of IPv6 stays
-        address = socket.gethostbyname(address)  # --local-addr may be a name
-    if address.startswith("127.") or address == "::1":
+    if address.startswith("127.") or address in ("::1", "localhost"):
         variables = {GLOO: "lo", NCCL: "lo"}
-    elif host_name_is_loopback() and (interface := interface_of(address)):
+    elif host_name_is_loopback() and (interface := interface_of(_numeric(address))):
         variables = {GLOO: interface}
     present = os.environ if environ is None else environ
     return {name: value for name, value in variables.items() if name not in present}
+
+
+def _numeric(address: str) -> str:
+    """Return the IPv4 address of a name; an address of IPv6 or an unknown name stays."""
+    with suppress(OSError, UnicodeError):
+        return socket.gethostbyname(address)
+    return address
 
 
 def host_name_is_loopback() -> bool:

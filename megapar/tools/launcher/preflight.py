@@ -33,9 +33,9 @@ BUFFER = {"cpu": 1 << 20}
 def main() -> int:
     """Measure this rank and its links; rank 0 prints the result. Returns 0."""
     end_with_launcher()
-    device = pick("auto", int(os.environ.get("LOCAL_RANK", "0")))
+    device = pick("auto", int(os.environ.get("LOCAL_RANK") or "0"))
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    local = int(os.environ.get("LOCAL_WORLD_SIZE") or world)
     rates = {"gemm TFLOP/s": _gemm(device)}
     if world > 1:
         store = meet(None, rank, world, TIMEOUT)

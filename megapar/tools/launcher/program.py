@@ -118,7 +118,7 @@ def main(argv: Sequence[str]) -> int:
     from megapar.training.reports.streams import guard_streams
 
     guard_streams()
-    is_first_rank = os.environ.get("RANK", "0") == "0"
+    is_first_rank = (os.environ.get("RANK") or "0") == "0"
     try:
         program_and_flags, message = with_layout(argv, int(os.environ["WORLD_SIZE"]))
     except LookupError as error:

@@ -25,7 +25,11 @@ _AXES = ("pp", "dp", "sharding", "cp", "mp", "ep")
 def plan_page(plan: Plan, search: Search | None = None, command: str = "") -> str:
     """Return the page of a plan; of a search's fastest one, with all that it tried and the command that starts it."""
     sections = [
-        PageSection("Search", [figure for figure in (_search(search),) if figure], _command(command)),
+        PageSection(
+            "Search",
+            [figure for figure in (_search(search),) if figure],
+            f"<pre>{escape(command)}</pre>" if command else "",
+        ),
         PageSection("Memory", [figure for figure in _memory(plan) if figure]),
         PageSection("Step", [figure for figure in (_step(plan), *_layer(plan)) if figure]),
         PageSection("Ranks", html=ranks_by_node(plan.config.grid, plan.kind.node)),
@@ -133,7 +137,3 @@ def _group(result: Result, best: Result | None) -> str:
     if "fits" not in vars(result):
         return _UNDECIDED
     return _FITS if result.fits else _TOO_LARGE
-
-
-def _command(command: str) -> str:
-    return f"<pre>{escape(command)}</pre>" if command else ""

@@ -125,19 +125,11 @@ def _has_experts(given: Given) -> bool:
     return bool(counts) and counts != ["1"]
 
 
-def _per_sample(given: Given) -> bool:
-    return "seq-aux" in given or given.get("moe-router-load-balancing-type") == "seq_aux_loss"
-
-
 def _holds_out(given: Given) -> bool:
     """Return True if some data are held out for evaluation."""
     if "mock-data" in given or "split" not in given:
         return True
     return sum([number(word) for word in given["split"].strip("'\"").split(",")][1:2]) > 0
-
-
-def _evaluates(given: Given) -> bool:
-    return first(given, "eval-iters", otherwise=100) > 0 and "eval-interval" in given and _holds_out(given)
 
 
 # Paddle.
@@ -146,10 +138,6 @@ def _evaluates(given: Given) -> bool:
 def by_ernie_4_5(given: Given) -> bool:
     """Return True if the arguments are for ERNIE 4.5's trainer."""
     return any(name in given for name in ERNIE_4_5)
-
-
-def _evaluates_in_paddle(given: Given) -> bool:
-    return is_on(given, "do-eval") or given.get("evaluation-strategy", "no") == "steps"
 
 
 FACTS: Mapping[str, Callable[[Given], bool]] = {
@@ -161,13 +149,17 @@ FACTS: Mapping[str, Callable[[Given], bool]] = {
     "experts": _has_experts,
     "muon": lambda given: given.get("optimizer") in ("muon", "dist_muon", "adaptive_muon"),
     "gated": lambda given: is_on(given, "swiglu", "fused-swiglu", "geglu", "quick-geglu"),
-    "balanced per sample": _per_sample,
+    "balanced per sample": lambda given: (
+        "seq-aux" in given or given.get("moe-router-load-balancing-type") == "seq_aux_loss"
+    ),
     "limited": lambda given: any(name.endswith("capacity-factor") for name in given),
     "loss scaled": lambda given: given.get("fp16", "false").lower() not in ("false", "0"),
     "held out": _holds_out,
-    "evaluated": _evaluates,
+    "evaluated": lambda given: (
+        first(given, "eval-iters", otherwise=100) > 0 and "eval-interval" in given and _holds_out(given)
+    ),
     "ernie 4.5": by_ernie_4_5,
-    "evaluated in paddle": _evaluates_in_paddle,
+    "evaluated in paddle": lambda given: is_on(given, "do-eval") or given.get("evaluation-strategy", "no") == "steps",
 }
 
 

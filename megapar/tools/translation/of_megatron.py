@@ -201,13 +201,9 @@ def _wsd_style(value: str, given: Given) -> Decided:
     return OTHER, "", f"the WSD decay is one of {', '.join(_choices('lr-wsd-decay-style'))}"
 
 
-def _skipped(given: Given) -> int:
-    """Return the number of empty layers (no-ops) that a script counts as layers."""
-    return len([layer for layer in given.get("noop-layers", "").split(",") if layer])
-
-
 def _layers(value: str, given: Given) -> Decided:
-    skipped, layers = _skipped(given), whole(value)
+    skipped = len([layer for layer in given.get("noop-layers", "").split(",") if layer])
+    layers = whole(value)
     if not skipped or layers is None:
         return SAME, f"--num-layers {value}", ""
     return RENAMED, f"--num-layers {layers - skipped}", f"without {skipped} empty layers"

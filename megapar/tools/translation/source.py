@@ -243,7 +243,7 @@ def read_source(path: Path, assigned: Mapping[str, str], positional: Sequence[st
     if path.suffix == ".py":
         return _of_strategy(path, text)
     if path.suffix in (*YAML, *JSON):
-        return Script((Line(tuple(_words(_mapping(path, text)))),))
+        return Script((Line((*_words(_mapping(path, text)), *positional)),))
     try:
         found = shell.read(text, {**_of_slurm(text), **assigned}, positional)
     except (shell.SyntaxProblem, RecursionError) as error:

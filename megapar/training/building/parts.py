@@ -104,7 +104,7 @@ def make_overlap(config: Config, world: World) -> Overlap:
     kind = kind_of_run(config, device.type, device.name)
     form = tensor_overlap(config, kind, dtype_name(config, device)) if mp.size > 1 else OFF
     if form == FUSED:
-        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world.grid.world_size))
+        per_node = int(os.environ.get("LOCAL_WORLD_SIZE") or world.grid.world_size)
         if len({rank // per_node for rank in mp.ranks}) > 1:
             message = f"--tp-comm-overlap fused, but ranks {mp.ranks} of mp are on nodes of {per_node} ranks."
             fix = "Choose an --mp-degree that fits into a node, or --tp-comm-overlap on."

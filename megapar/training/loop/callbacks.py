@@ -156,7 +156,7 @@ def make_watchdog(config: Config) -> Watchdog:
     limits = section_limits(options.section_timeouts, options.step_timeout_seconds)
     watchdog = Watchdog(
         Sections(limits, compiled=_compiled),
-        rank=int(os.environ.get("RANK", "0")),
+        rank=int(os.environ.get("RANK") or "0"),
         origin_of_limit=lambda name: origin_of_limit(name, limits, options.section_timeouts),
         record_folder=at(config.checkpoint.save) if config.checkpoint.save else None,
         note_wait=lambda: note(ConnectionError(WAITED), os.environ),

@@ -135,7 +135,8 @@ class TensorBoardLogger(Logger):
         self._writer.add_custom_scalars(LAYOUT)
         self._writer.add_text("configuration", _table(config), first_iteration)
         events: Any = self._writer.file_writer
-        for summary in hparams({name: _plain(value) for name, value in config.items()}, {LOSS: 0.0}):
+        plain = {n: value if isinstance(value, (bool, int, float, str)) else str(value) for n, value in config.items()}
+        for summary in hparams(plain, {LOSS: 0.0}):
             events.add_summary(summary)
 
     def log(self, record: Record) -> None:
@@ -157,11 +158,6 @@ class TensorBoardLogger(Logger):
     def close(self) -> None:
         """Close the event file."""
         self._writer.close()
-
-
-def _plain(value: Any) -> bool | int | float | str:
-    """Return a value as TensorBoard's hyper-parameters can hold it."""
-    return value if isinstance(value, (bool, int, float, str)) else str(value)
 
 
 def _table(config: Mapping[str, Any]) -> str:

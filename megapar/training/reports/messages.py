@@ -78,7 +78,7 @@ def farewell(
 
 def out_of_memory(config: Config, device: Device, error: torch.OutOfMemoryError, planned: str) -> TrainingError:
     """Return the error to end with: the failed request, the memory in use, the snapshot and the plan's prediction."""
-    rank = os.environ.get("RANK", "0")
+    rank = os.environ.get("RANK") or "0"
     lines = [f"rank {rank} is out of device memory: {error}"]
     pressure = device.memory_pressure()
     if pressure is not None:

@@ -117,7 +117,11 @@ def _flags(config: Config) -> Iterator[str]:
     for group in GROUPS:
         flags = [flag for flag in FLAGS.values() if flag.group == group and config.kind in flag.models]
         pairs = [(flag, values[flag.name]) for flag in flags if not flag.meta]
-        written_flags = [_line(flag, value) for flag, value in pairs if _differs(config, flag, value)]
+        written_flags = [
+            _line(flag, value)
+            for flag, value in pairs
+            if is_given(config.origins[flag.name]) and value != flag.defaults[config.kind]
+        ]
         if written_flags:
             yield from textwrap.wrap(
                 " ".join(written_flags),
@@ -139,10 +143,6 @@ def _line_of_flags(config: Config) -> Iterator[str]:
         yield from textwrap.wrap(
             text, WIDTH, initial_indent=f"{'flags:':12}", subsequent_indent=" " * 12, break_on_hyphens=False
         )
-
-
-def _differs(config: Config, flag: Flag, value: object) -> bool:
-    return is_given(config.origins[flag.name]) and value != flag.defaults[config.kind]
 
 
 def _line(flag: Flag, value: object) -> str:

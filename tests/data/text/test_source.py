@@ -282,7 +282,7 @@ def test_the_field_of_the_text_is_named(tmp_path: Path) -> None:
     assert list(all_documents(open_sources([str(tmp_path / "a.parquet")], "body"))) == ["one"]
 
 
-@pytest.mark.parametrize("blank", ["", " ", "\u3000", "\u00a0"])
+@pytest.mark.parametrize("blank", ["", " ", "\u3000", "\u00a0", "\x1c"])
 def test_a_line_of_any_white_space_separates_documents(blank: str, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(f"ä one\nb two\n{blank}\nc three\nd four\n", encoding="utf-8")
     assert _read(tmp_path / "a.txt") == ["ä one\nb two", "c three\nd four"]

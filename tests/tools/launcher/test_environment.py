@@ -112,6 +112,13 @@ def test_the_advice_is_for_the_scheduler(environ: dict[str, str], advice: str) -
 def test_an_address_may_be_a_name() -> None:
     assert interfaces("localhost", {}) == interfaces("127.0.0.1", {})
     assert interfaces("localhost", {})
+    assert "NCCL_SOCKET_IFNAME" not in interfaces("node0..x", {})
+
+
+@linux
+def test_a_name_that_is_a_loopback_address_here_is_none_for_the_other_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.socket, "gethostbyname", lambda name: "127.0.1.1")
+    assert "NCCL_SOCKET_IFNAME" not in interfaces("node0", {})
 
 
 def test_the_allocator_is_the_user_s_by_either_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,10 +10,10 @@ import yaml
 
 from megapar.arguments import parse
 from megapar.config.read import normal
-from megapar.tools.translation import of_paddle
+from megapar.tools.translation import of_paddle, open_values
 from megapar.tools.translation.source import read_source
 from megapar.tools.translation.translated import Translated, equivalent, implicit_defaults, translate
-from megapar.tools.translation.verdict import OTHER
+from megapar.tools.translation.verdict import OTHER, UNNECESSARY
 
 ROOT = Path(__file__).parents[3]
 
@@ -165,3 +165,10 @@ def test_values_of_text_and_image_that_are_alike_are_one() -> None:
     ]
     items += implicit_defaults(items, "paddle")
     assert not [item.reason for item in items if "is not a number" in item.reason]
+
+
+@pytest.mark.parametrize(("start", "dense"), [("1", True), ("1 1", True), ("0", False), ("-1", False), ("$S", False)])
+def test_a_rate_of_gates_has_no_effect_only_where_layer_0_is_known_to_be_dense(start: str, dense: bool) -> None:
+    words = ["--moe_gate_lr_ratio", "0.1", "--moe_layer_start_index", *start.split()]
+    marked = [open_values.mark(word) if word.startswith("$") else word for word in words]
+    assert (translate(marked, "paddle")[0].verdict == UNNECESSARY) == dense

@@ -41,6 +41,7 @@ HELD = {
     "case": "A=large; case $A in small|tiny) run s;; l*) run l;; *) run other;; esac",
     "function": "f() { run $1 $#; }\nfunction g { f $2 $1; }\ng a b",
     "local variable": "f() { local x=$1; run $x; g; }\ng() { typeset y=2; run $x$y; }\nx=5 y=6\nf 3\nrun $x $y",
+    "global variable of a function": "f() { declare -g X=1; Y=2; }\nf\nrun $X $Y",
     "set": "set -- a b c; run $# $1; shift; run $@",
     "here document": "cat <<EOF > /dev/null\nrun a $B\nEOF\nrun b",
     "here document with quotes": "cat <<EOF > /dev/null\na \\\" b ' ( c\nEOF\nrun b",
@@ -165,6 +166,7 @@ def test_the_number_of_an_unknown_list_is_unknown() -> None:
     nodes = "nodes=($(scontrol show hostnames x))\ntorchrun --nnodes ${#nodes[@]} ${#nodes} a.py"
     assert said(nodes) == [["torchrun", "--nnodes", "${#nodes[@]}", "${#nodes}", "a.py"]]
     assert said("A=$1\nif [ ${#A} -gt 0 ]; then run a; else run b; fi") == [["run", "b"]]
+    assert said('H=("$A" "$B"); run ${#H[@]}') == [["run", "2"]]
 
 
 def test_the_output_of_a_command_may_be_empty_or_not() -> None:

@@ -214,9 +214,10 @@ class _Reader:
         if not rest or rest[0].plain in _DECLARES:
             for word in assignments:
                 self._assign(word)
+            everywhere = any(re.fullmatch(r"-\w*g\w*", word.plain or "") for word in rest)
             for word in rest[1:]:
                 name = word.name or self._assigned(word) or word.plain
-                if self.locals and name and rest[0].plain in _LOCAL:
+                if self.locals and name and rest[0].plain in _LOCAL and not everywhere:
                     self.locals[-1].setdefault(name, self.values.named.get(name))
                 self._declare(word, command.at)
             return True

@@ -125,7 +125,8 @@ class Values:
             return self._parameter(str(other)) if known else open_values.mark(f"${{{text}}}")
         if counted and not rest:
             value = self.get(name)
-            if value is None or any(map(open_values.is_open, [value] if isinstance(value, str) else value)):
+            unknown = open_values.is_open(value) if isinstance(value, str) else any("`" in one for one in value or ())
+            if value is None or unknown:
                 return open_values.mark(f"${{{text}}}")
             return str(len(value))
         value = self.get(name)
