@@ -7,14 +7,11 @@ from collections.abc import Mapping
 
 from megapar.errors import DistributedError
 
-ROUND = "MEGAPAR_RENDEZVOUS_ROUND"
-"""Number of earlier rendezvous of this job; the same on all ranks."""
+ROUND = "MEGAPAR_RENDEZVOUS_ROUND"  # number of earlier rendezvous of this job; the same on all ranks
 
-RANK_FILE = "MEGAPAR_RANK_FILE"
-"""File for the rendezvous of a single-node job; a new one for each start."""
+RANK_FILE = "MEGAPAR_RANK_FILE"  # file for the rendezvous of a single-node job; a new one for each start
 
-LAUNCH = "MEGAPAR_LAUNCH"
-"""Unique name of a launch, the same on all nodes; restarts by the launcher keep it."""
+LAUNCH = "MEGAPAR_LAUNCH"  # unique name of a launch, the same on all nodes; restarts by the launcher keep it
 
 ELASTIC = "MEGAPAR_ELASTIC"
 """Set for the ranks of a job that continues with fewer nodes, while a lost one may still run."""

@@ -17,8 +17,7 @@ from megapar.model.architectures import ARCHITECTURES, model_of_architecture
 from megapar.schema.flag import SCRIPTS
 from megapar.schema.published import Json, PublishedArchitecture
 
-SHOWN = 8
-"""Maximum number of a config.json's settings to complain about."""
+SHOWN = 8  # maximum number of a config.json's settings to complain about
 
 
 _LACKING = {

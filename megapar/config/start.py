@@ -6,6 +6,7 @@ Only the check of the --save folder and of defaults give the same result on ever
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,7 +75,9 @@ def check_save(environ: Mapping[str, str], values: Mapping[str, Any]) -> list[Co
     unnamed_restart = starts_before(environ) and not job_id(environ)  # the owner cannot be determined
     if not saved or unnamed_restart:
         return []
-    if job_id(environ) and stored_scalars(_best(at(save), saved[-1])).get("job") == job_id(environ):
+    older = (at(save) / newest_name(save, number) for number in reversed(saved))
+    known = filter(None, map(stored_scalars, chain((_best(at(save), saved[-1]),), older)))  # damaged ones give way
+    if job_id(environ) and next(known, {}).get("job") == job_id(environ):
         return []
     message = f"--save {save} contains checkpoints of another run, up to iteration {saved[-1]}."
     return [Complaint("checkpoint", message, f"Resume from them with --load {save}, or choose another folder.")]
@@ -141,8 +144,7 @@ def _check_alone(environ: Mapping[str, str]) -> list[Complaint]:
 
 _RECOMPUTES = ("recompute_interval", "recompute_method", "adaptive_recompute_device_size")
 
-LONG_RUN = 1000
-"""Steps from which a run is worth saving; shorter runs are experiments."""
+LONG_RUN = 1000  # steps from which a run is worth saving; shorter runs are experiments
 
 LARGE_MODEL = 10**9
 """Parameters of attention and MLP, 12 x layers x hidden size^2, from which training on 2 MB of text is a mistake."""

@@ -31,8 +31,7 @@ from megapar.errors import DataError
 from megapar.files.disk import put, rename
 from megapar.files.manifest import FILE_NAME, Manifest
 
-SMALL_BYTES = 4 << 20
-"""Entries up to this size are hashed whenever they are opened."""
+SMALL_BYTES = 4 << 20  # entries up to this size are hashed whenever they are opened
 
 _FIRST_SECONDS, _POLL_SECONDS = 3.0, 0.05
 _NOT_SYNCED_BYTES = 64 << 10  # a single file up to this size is cheaper to make again than to sync

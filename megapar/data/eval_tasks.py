@@ -17,8 +17,7 @@ from megapar.data.tokenizers.tokenizer import MockTokenizer, NoTokenizer, Tokeni
 from megapar.errors import DataError
 from megapar.files.task_file import TaskRecord, named_tasks, read_tasks
 
-OF_TASK = "score/"
-"""Prefix of a task's score among the results of an evaluation."""
+OF_TASK = "score/"  # prefix of a task's score among the results of an evaluation
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 from megapar.core.units import GIBIBYTE
 from megapar.data.cache import cache_folder, hash_parts, make_once
 from megapar.data.tokens.indexed import without_suffix
-from megapar.data.tokens.prepared import SUFFIX
+from megapar.data.tokens.prepared import CHAT, SUFFIX
 from megapar.errors import DataError
 from megapar.files.data_files import INDEXED, split_name
 from megapar.files.data_object import BEGAN, DataObject, at_once, find, found_at, objects_in
@@ -51,7 +51,7 @@ def _fetched_item(item: str) -> str:
 
 def _of_prefix(place: Location) -> Objects:
     """Return the objects of a prefix of tokens; () for text."""
-    names = (place.with_name(f"{place.name}{suffix}") for suffix in (*INDEXED, SUFFIX))
+    names = (place.with_name(f"{place.name}{suffix}") for suffix in (*INDEXED, SUFFIX, CHAT))
     return tuple(found for name in names if (found := find(name)))
 
 

@@ -306,15 +306,14 @@ class BucketLock:
 
     def renew(self, content: bytes) -> None:
         """Write the heartbeat. Raises ChangedError if another process has written it since."""
+        sent, self._unanswered = self._unanswered, [*self._unanswered, content]
         try:
             self._etag = self._objects.exchange(self._beat, content, self._etag)
         except ChangedError:
-            if not self._unanswered or self._objects.get(self._beat) not in self._unanswered:
+            etag = self._objects.head(self._beat).etag if sent else ""
+            if not sent or self._objects.get(self._beat, etag=etag) not in sent:
                 raise
-            self._etag = self._objects.exchange(self._beat, content, self._objects.head(self._beat).etag)
-        except OSError:
-            self._unanswered.append(content)
-            raise
+            self._etag = self._objects.exchange(self._beat, content, etag)
         self._unanswered.clear()
 
     def release(self) -> None:

@@ -18,8 +18,7 @@ from typing import Any
 
 from megapar.errors import DataError
 
-FORMS = ("messages", "conversations", "instruction")
-"""A field of each form, by which it is known."""
+FORMS = ("messages", "conversations", "instruction")  # a field of each form, by which it is known
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _SHAREGPT: Mapping[str, str] = MappingProxyType(

@@ -24,17 +24,14 @@ from megapar.files.data_object import DataFile, DataObject, name_of, size_of
 from megapar.files.regular_file import HEAD_BYTES, PAGE, not_this
 from megapar.schema.phase_plan import NAME
 
-JSONL = (".jsonl", ".json", ".ndjson")
-"""Suffixes of files with one JSON record per line."""
+JSONL = (".jsonl", ".json", ".ndjson")  # suffixes of files with one JSON record per line
 
-FIELD = "text"
-"""Field of a JSONL record, and column of a parquet file, that contains the document."""
+FIELD = "text"  # field of a JSONL record, and column of a parquet file, that contains the document
 
 AUTO, FILE, PARAGRAPH = "auto", "file", "paragraph"
 """Values of --document-per: what a document of text files is."""
 
-ROW = ""
-"""In place of a field or column: records are read whole."""
+ROW = ""  # in place of a field or column: records are read whole
 
 LONGEST_LINE = 1 << 24
 """Maximum bytes of a record or a line. Tokenizing needs some 50 times the memory of the document; a long book has a

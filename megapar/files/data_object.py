@@ -72,8 +72,7 @@ _AT_ONCE = 32  # connections of the client of S3
 T = TypeVar("T")
 U = TypeVar("U")
 
-BEGAN: dict[str, Found] = {}
-"""What a run of this process has found at URIs when it began."""
+BEGAN: dict[str, Found] = {}  # what a run of this process has found at URIs when it began
 
 
 def name_of(file: DataFile) -> PurePath:

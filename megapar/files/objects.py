@@ -21,8 +21,7 @@ from megapar.files.uri import masked
 
 T = TypeVar("T")
 
-BLOCK_BYTES = 64 << 20
-"""Bytes of a part of an upload."""
+BLOCK_BYTES = 64 << 20  # bytes of a part of an upload
 
 NOT_IMPLEMENTED = 501
 ATTEMPTS = 9

@@ -12,11 +12,9 @@ from urllib.parse import quote
 
 from megapar.schema.rule import either
 
-METRICS = "metrics.jsonl"
-"""The default metrics file, in the folder of ``--save``."""
+METRICS = "metrics.jsonl"  # the default metrics file, in the folder of ``--save``
 
-EXPERTS = ".experts.jsonl"
-"""Replaces the suffix of the metrics file for the experts' load."""
+EXPERTS = ".experts.jsonl"  # replaces the suffix of the metrics file for the experts' load
 
 REMOTE = "only checkpoints, exports and data lie in object stores; other paths are those of mounted file systems"
 MOUNT = "Mount the store as a file system, or write to a disk and copy afterwards (docs/launch.md#object-stores)."

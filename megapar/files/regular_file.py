@@ -18,8 +18,7 @@ SMALL = 1 << 24
 """Maximum bytes of a file of settings; one that also lists the tokens of a vocabulary still needs less."""
 
 
-INDEX_BYTES = 1 << 28
-"""Maximum bytes of an index with a line for every tensor of a model."""
+INDEX_BYTES = 1 << 28  # maximum bytes of an index with a line for every tensor of a model
 
 
 HEAD_BYTES = 1 << 13

@@ -38,11 +38,9 @@ def stored_fingerprint(folder: Place) -> str | None:
     return fingerprint if isinstance(fingerprint, str) else None
 
 
-TRAINED_SIZE = 4096
-"""Vocabulary size of a tokenizer that a run trains on its data, if --vocab-size is not given."""
+TRAINED_SIZE = 4096  # vocabulary size of a tokenizer that a run trains on its data, if --vocab-size is not given
 
-FREE_IDS = 100_000
-"""Ids without a token that a vocabulary may have, besides as many as it has tokens."""
+FREE_IDS = 100_000  # ids without a token that a vocabulary may have, besides as many as it has tokens
 
 # Special tokens that these classes of transformers add if the files lack them.
 _BERT = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -52,8 +50,7 @@ _DEFAULTS: Mapping[str, tuple[str, ...]] = {
     "Llama": ("<unk>", "<s>", "</s>"),
 }
 _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-MASKS = ("[MASK]", "<mask>", "<mask:0>")
-"""Names of a mask token if the configuration does not name it."""
+MASKS = ("[MASK]", "<mask>", "<mask:0>")  # names of a mask token if the configuration does not name it
 
 
 class BadTokenizer(ValueError):

@@ -20,8 +20,7 @@ PACKAGES: Mapping[str, tuple[str, str]] = MappingProxyType({"s3": ("s3fs", "s3")
 
 MEMORY = "memory"
 SCHEMES = (*PACKAGES, MEMORY)
-DISK = "file://"
-"""Before a whole path on a disk."""
+DISK = "file://"  # before a whole path on a disk
 
 _URI = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 # Secret keys may contain slashes, and only what is behind a colon, but not a port, may be one.

@@ -21,12 +21,10 @@ from megapar.model.parameter import ALL, HfPiece, ParameterSpec
 from megapar.schema.published import PublishedArchitecture
 
 BLOCK = 128  # rows and columns that share a scale in FP8
-SUFFIX = "_scale_inv"
-"""Ending of a scale's name, behind the name of its weight."""
+SUFFIX = "_scale_inv"  # ending of a scale's name, behind the name of its weight
 PACKED, PACKED_SCALES = "_blocks", "_scales"
 """Endings of the names of a tensor in MXFP4 and of its scales."""
-PAIRS = 16
-"""Bytes of a block in MXFP4, each of two features."""
+PAIRS = 16  # bytes of a block in MXFP4, each of two features
 FP8 = "F8_E4M3"
 WEIGHTS = ("F32", "F16", "BF16", "F64")
 _READ = f"{', '.join(WEIGHTS)}, or FP8 or MXFP4 with scales"

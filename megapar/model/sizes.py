@@ -15,8 +15,7 @@ from megapar.schema.legal_values import MAX_LAYERS, require_choice
 GEGLU = "geglu"
 GATED = ("swiglu", "clamped_swiglu", GEGLU)
 ACTIVATIONS = ("swiglu", "gelu", "clamped_swiglu", GEGLU)
-NO_LOSS = -100
-"""The label of a position that does not contribute to any loss."""
+NO_LOSS = -100  # the label of a position that does not contribute to any loss
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -55,7 +55,7 @@ def held_bytes(view: RankView, moe: MoeSizes) -> float:
 def splits_evenly(view: RankView, moe: MoeSizes) -> bool:
     """Return True if the all-to-alls have even splits, padded to the capacity."""
     local_capacity = not view.splits_sequence or moe.capacity_scope == "rank"
-    sliced = view.ampipe_degree > 1 or view.pipe_experts
+    sliced = view.pipe_experts or (view.ampipe_degree > 1 and not view.slice_capacity)
     even = moe.has_capacity and local_capacity and (view.ep > 1 or (view.splits_sequence and view.emp > 1))
     if view.node_ep:  # rows per token, not per place in a capacity
         return False
@@ -241,16 +241,16 @@ class _ExpertLayer:
     def _sent_counts(self) -> list[CommCost]:
         """Return the communication of the numbers of rows, which ranks of emp exchange first if they gather rows."""
         view, E = self.view, self.moe.num_experts
-        sharers = view.emp if self.gathers else 1
+        sharers, slices = view.emp if self.gathers else 1, max(1, view.ampipe_degree)
         if view.node_ep:
             messages = E // view.ep * view.expert_parts if view.pipe_experts else 1
             pairs = messages * view.ep if view.pipe_experts else E
             numbers = messages * (view.ep // view.node_ep + view.ep) + pairs
-            size, slices = INDEX_BYTES * numbers, max(1, view.ampipe_degree)
+            size = INDEX_BYTES * numbers
             counts = CommCost("ep", "all_gather", size * sharers * (view.ep - 1) * slices, "forward")
         else:
-            size, slices = INDEX_BYTES * E, 1
-            counts = CommCost("ep", "all_to_all", size * sharers * (view.ep - 1) / view.ep, "forward")
+            size = INDEX_BYTES * E
+            counts = CommCost("ep", "all_to_all", size * sharers * (view.ep - 1) / view.ep * slices, "forward")
         over_emp = self._communication.over_emp("all_gather", size * sharers * slices, "forward")
         return [counts, over_emp] if self.gathers else [counts]
 

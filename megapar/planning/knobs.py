@@ -41,11 +41,9 @@ def _flags_with(role: str) -> tuple[str, ...]:
     return tuple(name for name, flag in FLAGS.items() if flag.role.kind == role)
 
 
-TRIED_FLAGS = _flags_with(TRIED)
-"""Flags that a search tries (``schema/role.py``)."""
+TRIED_FLAGS = _flags_with(TRIED)  # flags that a search tries (``schema/role.py``)
 
-WITHOUT_EFFECT = _flags_with(OUTSIDE)
-"""Flags that change neither time nor memory of a step in the plan."""
+WITHOUT_EFFECT = _flags_with(OUTSIDE)  # flags that change neither time nor memory of a step in the plan
 
 DROPPED = (
     *(name for name in TRIED_FLAGS if name not in ("sharding_segment_strategy", "segment_broadcast_mb")),

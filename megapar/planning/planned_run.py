@@ -116,6 +116,7 @@ class PlannedRun:
             window_keys=keys,
             selective_recompute=config.recompute.recompute_granularity == "selective",
             ampipe_degree=config.ampipe.ampipe_degree,
+            slice_capacity=config.ampipe.ampipe_capacity == "slice",
             overlaps_mp=self.hiding != OFF,
             pipe_experts=config.ampipe.use_pipe_experts,
             expert_parts=max(1, config.ampipe.pipe_experts_multi_data // max(1, config.ampipe.ampipe_degree)),

@@ -204,8 +204,7 @@ def _source_of_rows(plan: Plan) -> str:
     return source_of_rows(config.origins["vocab_size"], values)
 
 
-WIDTH = 100
-"""Characters of a lane, if the lines of a drawing may be as long as they need."""
+WIDTH = 100  # characters of a lane, if the lines of a drawing may be as long as they need
 INDENT = 15  # characters before a lane
 LANES = ("compute", "wait", *LINKS)
 CHAIN = 4  # units that are run where slices pass between layers, the last but one of which is drawn

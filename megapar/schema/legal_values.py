@@ -10,8 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-MAX_INT = 2**63 - 1
-"""Largest size, count or seed: tensors store them in 64 bits."""
+MAX_INT = 2**63 - 1  # largest size, count or seed: tensors store them in 64 bits
 
 Check = Callable[[Any], str]
 """Returns a description of the legal values if the given one is not legal, else ""."""

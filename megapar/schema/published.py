@@ -19,8 +19,7 @@ Json = Mapping[str, Any]
 Settings = Mapping[str, Any]
 """Numbers of a model, by the field names of the flags that set them."""
 
-ANY: Any = object()
-"""Placeholder in ``only`` and ``implied`` for a setting that has no such value."""
+ANY: Any = object()  # placeholder in ``only`` and ``implied`` for a setting that has no such value
 
 
 @dataclass(frozen=True)

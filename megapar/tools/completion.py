@@ -22,8 +22,7 @@ VARIABLE = "_ARGCOMPLETE"
 """Variable that argcomplete sets when it wants completions: number of the word of the line that is ``megapar``."""
 
 SHELLS = ("bash", "zsh", "fish")
-TAKES_FLAGS = ("plan", "evaluate")
-"""Commands that also take the flags of the trainers."""
+TAKES_FLAGS = ("plan", "evaluate")  # commands that also take the flags of the trainers
 MISSING = "completion needs the package argcomplete: pip install argcomplete, or megapar[completion]"
 
 

@@ -39,7 +39,7 @@ from megapar.data.sampling.skipping import sample_at
 from megapar.data.text.source import MOCK
 from megapar.data.tokenizers.ids import known_facts, same_ids
 from megapar.errors import CheckpointError, Complaint, ConfigError, DataError, MegaparError
-from megapar.files.data_files import may_be_text
+from megapar.files.data_files import may_be_text, split_name
 from megapar.files.location import Location, at
 from megapar.files.tokenizer_files import FACTS, FOLDER
 from megapar.files.uri import refuse_wrong
@@ -54,8 +54,7 @@ from megapar.training.loop.outline import outline
 
 NO_TRAINING = ("--finetune", "--train-iters", "0", "--eval-interval", "1")
 """Flags of a run that loads weights, takes no step and evaluates."""
-IN_PACKAGE = ("mock", "builtin")
-"""Data that needs no file."""
+IN_PACKAGE = ("mock", "builtin")  # data that needs no file
 _NO_DATA = ["--data-path", MOCK]
 _GROUPS = ("model", "moe", "data")
 _OF_SAMPLES = ("micro_batch_size", "global_batch_size", "seed", "dtype")
@@ -131,15 +130,17 @@ def trainer_line(argv: Sequence[str]) -> tuple[str, ...]:
     scalars = stored_scalars(found[0])
     identity = Identity.from_json(scalars.get(RECORD))
     load = ["--load", str(root), *([] if iteration is None else ["--ckpt-step", str(iteration)])]
-    recorded = [] if identity is None else _recorded(spec.kind, identity, _seq_length(identity, scalars))
     named = {normal(word.partition("=")[0]) for word in rest}
     data, tokenizer = _data(identity, options, named), _tokenizer(identity, options)
+    groups = _GROUPS[:2] if data == _NO_DATA and "--eval-tasks" in named else _GROUPS  # scores read no flag of data
+    recorded = [] if identity is None else _recorded(spec.kind, identity, _seq_length(identity, scalars), groups)
     if data == _NO_DATA and not tokenizer and (root / FOLDER / FACTS).is_file():
         tokenizer = ["--tokenizer-model", str(root / FOLDER)]
     if identity is not None and identity.flags.get("task") != SFT and "--document-per" not in named:
         text = may_be_text((*(options.data_path or ()), *(options.eval_data_path or ())))
         data += ["--document-per", identity.document_per] if text else []
-    return (spec.kind, *recorded, *load, *data, *tokenizer, *NO_TRAINING, *rest)
+    files = ["--data-source", "files"] if "--data-path" in data else []  # of a run on a dataset, too
+    return (spec.kind, *recorded, *load, *data, *files, *tokenizer, *NO_TRAINING, *rest)
 
 
 def _place(place: str) -> tuple[Location, int | None]:
@@ -162,16 +163,18 @@ def _seq_length(identity: Identity, scalars: Mapping[str, Any]) -> int:
     return identity.phases[bisect_left(identity.phases, now, lo=1, key=lambda one: one.start) - 1].data.seq_length
 
 
-def _recorded(kind: str, identity: Identity, seq_length: int) -> list[str]:
+def _recorded(kind: str, identity: Identity, seq_length: int, groups: Sequence[str] = _GROUPS) -> list[str]:
     """Return the flags of the model and its samples, without those that follow from the others.
 
     A checkpoint records every value, but a flag that is given though another one switches it off is refused.
     """
     recorded: dict[str, Any] = {**identity.flags, "seq_length": seq_length, "seed": identity.data.seed}
     recorded.pop("document_per", None)  # an option of text
+    if day := (identity.data.chat or {}).get("day"):  # a start from a store has another one among its flags
+        recorded["chat_date"] = day
     wanted = {}
     for name, flag in FLAGS.items():
-        if name in recorded and kind in flag.models and (flag.group in _GROUPS or name in _OF_SAMPLES):
+        if name in recorded and kind in flag.models and (flag.group in groups or name in _OF_SAMPLES):
             value = recorded[name]
             wanted[name] = tuple(value) if isinstance(value, list) else value
     defaults = {name: FLAGS[name].defaults[kind] for name in wanted}
@@ -187,17 +190,17 @@ def _recorded(kind: str, identity: Identity, seq_length: int) -> list[str]:
 def _data(identity: Identity | None, options: Namespace, named: Set[str]) -> list[str]:
     """Return the flags of the data, beside the flags ``named``. Raises ConfigError if they are needed and missing."""
     if options.eval_data_path:  # a run needs training data, of which this one reads no sample
-        training = options.data_path or options.eval_data_path
+        training = options.data_path or [split_name(word)[1] for word in options.eval_data_path]
         return ["--data-path", *training, "--eval-data-path", *options.eval_data_path]
     if identity is None:
         return ["--data-path", *options.data_path] if options.data_path else []
     split, names = identity.data.split, [source.name for source in identity.data.sources]
-    if not options.data_path and ("--hf-dataset" in named or identity.flags.get("data_source") == "hf"):
-        return [] if split in (SEPARATE, DEFAULT_SPLIT) else ["--split", split]
     known = names if len(names) == 1 and names[0] in IN_PACKAGE and not identity.data.sources[0].named else None
     paths = options.data_path or known
-    if paths is None and "--eval-tasks" in named:  # random tokens, whose loss is not printed
+    if paths is None and "--eval-tasks" in named and "--hf-dataset" not in named:  # the loss is not printed
         return _NO_DATA
+    if not options.data_path and ("--hf-dataset" in named or identity.flags.get("data_source") == "hf"):
+        return [] if split in (SEPARATE, DEFAULT_SPLIT) else ["--split", split]
     if paths is None or (split == SEPARATE and paths != ["mock"]):
         where = "separate held-out text (--eval-data-path)" if split == SEPARATE else f"{', '.join(names)}"
         message = f"the checkpoint comes from a run on {where}, and does not record its path."

@@ -11,8 +11,7 @@ from pathlib import Path
 PACKAGES = ("torch", "numpy", "safetensors", "yaml", "rich")
 OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 14)
 """The first version that megapar runs with, and the last one that it was tested with (scripts/newest_torch.sh)."""
-ROOT = Path(__file__).parents[2]
-"""The checkout, or the folder of an installation's packages."""
+ROOT = Path(__file__).parents[2]  # the checkout, or the folder of an installation's packages
 
 
 @contextmanager

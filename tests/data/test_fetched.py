@@ -74,3 +74,10 @@ def test_objects_that_change_while_they_are_copied_are_refused(
     with pytest.raises(DataError, match="they have changed while they were copied"):
         fetched([f"{bucket}/a"])
     monkeypatch.undo()
+
+
+def test_the_record_of_conversations_comes_along(bucket: Location) -> None:
+    for suffix in ("bin", "idx", "hashes", "chat"):
+        put(bucket / f"sft.{suffix}", suffix.encode())
+    (prefix,) = fetched([f"{bucket}/sft"])
+    assert Path(f"{prefix}.chat").read_bytes() == b"chat"

@@ -159,7 +159,7 @@ def nameless(folder: Path) -> Outcome:
 
     def job(name: str, *flags: str) -> Ended:
         meet = ("--rdzv-conf", f"store_type=file,{PATIENT}", "--rdzv-endpoint", str(folder / f"{name}.meet"))
-        line = (*LAUNCH, "--nnodes", "1:2", *meet)
+        line = (*LAUNCH, "--nnodes", "1:2", "--local-addr", "127.0.0.1", *meet)
         return Begun(folder / name, folder / "c", flags, line=line, load=False).end()
 
     first, second = job("a"), job("b", "--seed", "2")

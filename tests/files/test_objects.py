@@ -95,6 +95,13 @@ def test_a_heartbeat_goes_on_after_the_store_was_away(through: tuple[Proxy, Loca
     proxy.harms = []
     lock.renew(b"4")
     assert (folder / "1.beat").content() == b"4"
+    proxy.harms = [Harm("lost answer", of("put"), times=1000)]
+    for content in (b"5", b"6"):  # both were written
+        with pytest.raises(OSError, match="attempts"):
+            lock.renew(content)
+    proxy.harms = []
+    lock.renew(b"7")
+    assert (folder / "1.beat").content() == b"7"
     put(folder / "1.beat", b"another's")
     with pytest.raises(ChangedError):
         lock.renew(b"5")

@@ -16,10 +16,10 @@ PLAN = "0: web=3,code=1; 10B tokens: web=1,math=0.5 seq-length=8192 global-batch
 
 
 def test_numbers_have_suffixes() -> None:
-    assert [amount(text) for text in ("0", "300", "1.5k", "2K", "10M", "10B", "0.25T")] == [
-        *(0, 300, 1500, 2000, 10**7, 10**10, 25 * 10**10)
+    assert [amount(text) for text in ("0", "300", "1.5k", "2K", "10M", "10B", "0.25T", "1.5e3")] == [
+        *(0, 300, 1500, 2000, 10**7, 10**10, 25 * 10**10, 1500)
     ]
-    for text in ("", "k", "1.5", "1e3", "-1", "1G", "0.0001k"):
+    for text in ("", "k", "1.5", "-1", "1G", "0.0001k"):
         with pytest.raises(ValueError, match="whole number"):
             amount(text)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,15 +13,16 @@ import pytest
 import torch
 import transformers
 
-from megapar.arguments import FLAGS, SCRIPTS, parse
+from megapar.arguments import FLAGS, SCRIPTS, parse, resolved_values
 from megapar.checkpoints.export import export as exported
 from megapar.checkpoints.ownership.data_facts import DataFacts
 from megapar.checkpoints.ownership.identity import DataPhase, Identity, flags_of
+from megapar.compatibility import check
 from megapar.config.read import about
 from megapar.config.yaml_file import preset_names
 from megapar.data.fingerprint import Fingerprint
 from megapar.data.tokenizers.sentencepiece_tokenizer import train as train_tokenizer
-from megapar.errors import CheckpointError, ConfigError
+from megapar.errors import CheckpointError, Complaint, ConfigError
 from megapar.tools import evaluate
 from megapar.tools.generate import loaded, prompt_ids
 from megapar.tools.main import main
@@ -303,3 +304,36 @@ def test_an_encoder_continues_no_text(tmp_path: Path, capfd: pytest.CaptureFixtu
     small("ernie", tmp_path, "--data-path", "mock")
     assert main(["generate", str(tmp_path / "saved"), "--prompt", "a"]) == 2
     assert "an ERNIE encoder" in capfd.readouterr().err
+
+
+def refused(line: Sequence[str]) -> tuple[Complaint, ...]:
+    return check(resolved_values(line[0], line[1:], {})).refused
+
+
+def test_named_sets_are_evaluated_without_training_data(run: Run) -> None:
+    line = evaluate.trainer_line([str(run.saved), "--eval-data-path", "wiki=a.jsonl", "code=b.jsonl"])
+    at = line.index("--data-path")
+    assert line[at + 1 : at + 3] == ("a.jsonl", "b.jsonl")
+    assert not refused(line)
+
+
+@pytest.mark.parametrize("flags", [{"task": "sft"}, {"data_source": "hf"}, {"text_field": "content"}])
+def test_tasks_alone_need_no_data_of_any_run(run: Run, tmp_path: Path, flags: dict[str, str]) -> None:
+    other = again(run, tmp_path, lambda identity: identity["flags"].update(flags))
+    line = evaluate.trainer_line([str(other), "--eval-tasks", "a.jsonl"])
+    assert line[line.index("--data-path") + 1] == "mock"
+    assert not refused(line)
+
+
+def test_a_run_on_a_dataset_is_evaluated_on_files(run: Run, tmp_path: Path) -> None:
+    hf = again(run, tmp_path, lambda identity: identity["flags"].update(data_source="hf"))
+    assert not refused(evaluate.trainer_line([str(hf), "--eval-data-path", "held.jsonl"]))
+
+
+def test_an_evaluation_sees_the_day_of_the_training(run: Run, tmp_path: Path) -> None:
+    def resumed_later(identity: dict[str, Any]) -> None:
+        identity["flags"].update(task="sft", chat_date="2026-01-05")
+        identity["phases"][-1]["chat"] = {"day": "2026-01-01", "template": "x"}
+
+    line = evaluate.trainer_line([str(again(run, tmp_path, resumed_later)), "--data-path", "c.jsonl"])
+    assert line[line.index("--chat-date") + 1] == "2026-01-01"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from pathlib import Path
 
 import pytest
@@ -76,8 +77,10 @@ def test_a_shell_that_is_killed_is_told_by_its_signal_and_leaves_nothing(tmp_pat
     with pytest.raises(run_docs.PageError, match="killed by signal 9"):
         run_docs.run_page(page, tmp_path / "work")
     status = Path(f"/proc/{(tmp_path / 'work/page/pid').read_text().strip()}/stat")
-    with contextlib.suppress(FileNotFoundError):
-        assert status.read_text().rpartition(")")[2].split()[0] == "Z"  # ended, and not reaped yet
+    until = time.monotonic() + 20
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        while status.read_text().rpartition(")")[2].split()[0] != "Z":  # ended, and not reaped yet
+            assert time.monotonic() < until
 
 
 def test_every_page_has_a_command_that_runs() -> None:

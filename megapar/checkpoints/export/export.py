@@ -151,8 +151,7 @@ def collect_buffers(
             yield spec.name, whole
 
 
-BESIDE_WEIGHTS = 64 << 20
-"""Bytes for what a folder contains besides weights: tokenizer, configuration, headers."""
+BESIDE_WEIGHTS = 64 << 20  # bytes for what a folder contains besides weights: tokenizer, configuration, headers
 _DIGITS = 12
 
 

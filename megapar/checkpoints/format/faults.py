@@ -16,8 +16,7 @@ from megapar.errors import UnverifiedError
 from megapar.files.location import Location, Place, at
 
 RECORD = "corruption.json"
-NEVER = -1
-"""Iteration of a check that has not passed yet."""
+NEVER = -1  # iteration of a check that has not passed yet
 _MAX_BYTES = 1 << 20
 _SUSPECT = re.compile(r"iter_([0-9]{7,18})(?:\.e([0-9]+))?\.suspect(?:-([0-9]+))?")
 

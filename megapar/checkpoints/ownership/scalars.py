@@ -27,8 +27,7 @@ from megapar.files.location import Location
 from megapar.schema.legal_values import MAX_INT
 from megapar.training.step.progress import Progress
 
-NAMES = "lineage"
-"""The scalar with the names of the checkpoints before this one on its lineage."""
+NAMES = "lineage"  # the scalar with the names of the checkpoints before this one on its lineage
 MOST_NAMES = 4096
 """Maximum number of names, the newest ones. ``--keep`` and going back need no more."""
 _MAX_SEED = 2**64 - 1

@@ -117,8 +117,9 @@ class LocalCheckpoints:
     def save(self, iteration: int, state: Mapping[str, Shard] | CheckpointError, scalars: Facts) -> None:
         """Write this rank's state and copy it to the neighbour. Every rank calls this, each from one thread.
 
-        If a rank cannot write, the checkpoint is removed on all ranks and the older ones are kept. That rank first
-        sends its neighbour an empty copy and then raises OSError, for example because the memory is full.
+        If a rank cannot write, for example because the memory is full, it first sends its neighbour an empty copy; the
+        checkpoint is removed on all ranks, the older ones are kept, and every rank raises OSError. Every rank also
+        raises it for a checkpoint that is kept without a copy of some part.
 
         Args:
             iteration: The iteration after which the state was taken.
@@ -129,6 +130,7 @@ class LocalCheckpoints:
             self._owner.remove_orphans()
         folder = self.folder / f"iter_{iteration:07d}"
         failure: OSError | None = None
+        copied = True
         try:
             folder.mkdir(exist_ok=True)
             if isinstance(state, CheckpointError):
@@ -139,14 +141,16 @@ class LocalCheckpoints:
         if self._neighbour is not None:
             to, source = self._neighbour
             for name_of in (_data, _head):  # the header last: a copy is valid only with it
-                self._swap(folder / name_of(self._rank), folder / name_of(source), to, source)
+                copied &= self._swap(folder / name_of(self._rank), folder / name_of(source), to, source)
         complete = host_messages.true_for_all(failure is None, self._group)
         # A checkpoint that lacks one rank's part is useless: remove that one and keep the older ones.
         useless = self._useless(iteration) if complete else [folder]
         for old in useless:
             _remove_files(old, [self._rank] + ([self._neighbour[1]] if self._neighbour else []))
-        if failure is not None:
-            raise failure
+        if not complete:
+            raise failure or OSError("the memory of another node cannot be written")
+        if not host_messages.true_for_all(copied, self._group):  # it survives the death of a process all the same
+            raise OSError(f"that of iteration {iteration} has no copy of all its parts: the memory of a node is full")
 
     def _useless(self, newest: int) -> list[Path]:
         """Return all but the last KEPT up to ``newest``, and later ones, from which this start went back."""
@@ -170,8 +174,11 @@ class LocalCheckpoints:
         write_bytes(aside, seal(json.dumps(head).encode()[1:]))
         aside.rename(folder / _head(self._rank))
 
-    def _swap(self, sent: Path | None, received: Path | None, to: int | None, source: int | None) -> None:
-        """Send a file to one rank and receive one from another; None skips either. A missing file is sent as empty."""
+    def _swap(self, sent: Path | None, received: Path | None, to: int | None, source: int | None) -> bool:
+        """Send a file to one rank and receive one from another; None skips either. A missing file is sent as empty.
+
+        Returns False if this node has no room for what came.
+        """
         send_size = torch.tensor([sent.stat().st_size if sent and sent.exists() else 0])
         receive_size = torch.zeros(1, dtype=torch.int64)
         host_messages.send_receive(
@@ -204,6 +211,7 @@ class LocalCheckpoints:
                 writer.finish(durable=False)
         if aside is not None and received is not None:
             _remove(aside) if full else aside.rename(received)
+        return not full
 
     # Loading
 

@@ -15,7 +15,7 @@ from megapar.checkpoints.save_load.background import Background, Section, unwatc
 from megapar.checkpoints.save_load.local import LocalCheckpoint, LocalCheckpoints
 from megapar.core.comm.world import World
 from megapar.errors import TrainingError
-from megapar.launch_environment import launch_id
+from megapar.launch_environment import equal_nodes, launch_id
 from megapar.training.step.job import Job
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -59,7 +59,7 @@ class LocalSaves:
         if not isinstance(written.error, OSError):
             raise written.error
         if self.log_line is not None:
-            self.log_line(f"WARNING: no local checkpoint on the node of rank 0: {written.error}")
+            self.log_line(f"WARNING: local checkpoint: {written.error}")
 
     def forget_fault(self) -> None:
         """Remove this node's record of a fault, after it was handled."""
@@ -105,9 +105,9 @@ def make(config: Config, job: Job, job_name: str, section: Section = unwatched) 
 
 
 def _neighbour(world: World) -> tuple[int, int] | None:
-    """Return the ranks with this rank's position on (the next node, the previous node), or None on a single node."""
+    """Return the ranks in this rank's place on (the next node, the previous node), None on one node or unequal ones."""
     size = world.grid.world_size
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE") or size)
+    per_node = equal_nodes(os.environ) or size  # unequal nodes have no pairs
     if per_node >= size:
         return None
     position = world.launched[world.rank]

@@ -5,7 +5,8 @@ If a fault ended the previous start, the run resumes from a checkpoint before it
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -150,10 +151,7 @@ class FaultRecovery:
             others = frozenset(fault.others if fault is not None else ())
             limits[self._save.resolve()] = ResumeLimit(local, others)
             suspect = self._checkpoints.on_rank_0(lambda: self._set_aside(fault))
-            every = folders.every_checkpoint(self._save).items()
-            remaining += self._checkpoints.agree(
-                [i for i, paths in every if i <= local and {path.name for path in paths} - others]
-            )
+            remaining += self._checkpoints.on_rank_0(partial(_kept, self._save, local, others))
         may_restart = start_is_right and (not suspect or bool(self._elsewhere and fault and fault.began > 0))
         if not remaining and not may_restart and self._options.ckpt_step is None:
             raise self._nothing_left(fault, suspect)
@@ -241,3 +239,9 @@ class FaultRecovery:
         least = torch.tensor(values, dtype=torch.int64, device=self._world.device.torch_device)
         reduce_numbers(least, everyone, "iterations", dist.ReduceOp.MIN)
         return [int(value) for value in least.tolist()]
+
+
+def _kept(root: Location, last: int, others: Collection[str]) -> list[int]:
+    """Return the iterations up to ``last`` that have a checkpoint which is not one of ``others``."""
+    every = folders.every_checkpoint(root).items()
+    return [i for i, paths in every if i <= last and {path.name for path in paths} - set(others)]

@@ -186,8 +186,7 @@ _FORMULAS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "sigmoid": Tensor.sigmoid,
 }
 """Scores of logits [T, E], at least 0: weights and losses divide by their sum."""
-KERNEL_SCORES = ("softmax", "sigmoid")
-"""Scores that ``megapar::route`` computes, by their numbers there."""
+KERNEL_SCORES = ("softmax", "sigmoid")  # scores that ``megapar::route`` computes, by their numbers there
 
 
 @counted(1)

@@ -44,8 +44,7 @@ class StepRates:
     weight_decay: float | None = None
 
 
-CONSTANT = StepRates()
-"""The rates of a step with one learning rate and the weight decay of the rule."""
+CONSTANT = StepRates()  # the rates of a step with one learning rate and the weight decay of the rule
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,9 @@ from megapar.errors import DataError
 from megapar.files.conversation import Message
 from megapar.files.regular_file import read_regular_text
 
-SECONDS = 10.0
-"""Time limit of one rendering."""
+SECONDS = 10.0  # time limit of one rendering
 
-MOST_CHARACTERS = 1 << 24
-"""Maximum characters of one rendering."""
+MOST_CHARACTERS = 1 << 24  # maximum characters of one rendering
 
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _DATE = "strftime_now"

@@ -16,8 +16,7 @@ from pathlib import Path
 
 from megapar.errors import DataError
 
-VERSION = 1
-"""Increased whenever the documents made here change, so that no cache of older ones is used."""
+VERSION = 1  # increased whenever the documents made here change, so that no cache of older ones is used
 
 ABOUT_BYTES = 2_000_000
 SKIPPED_FOLDERS = frozenset(

@@ -16,8 +16,7 @@ from megapar.errors import DataError
 
 SPACE = "▁"
 NEWLINE = "\n"
-TRAINING_VERSION = 2
-"""Increased whenever ``train`` makes another model from the same texts."""
+TRAINING_VERSION = 2  # increased whenever ``train`` makes another model from the same texts
 
 TRAINING_CHARACTERS = 6_000_000  # more text changes a vocabulary little and costs seconds
 LONG_TEXT = 50_000  # characters from which a text is checked for repetition

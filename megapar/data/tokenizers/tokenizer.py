@@ -63,7 +63,7 @@ class WordMarks:
 
 
 class Tokenizer(Protocol):
-    """Text to ids and back. Encoding never adds a special token, and no text is encoded as one."""
+    """Text to ids and back. Encoding adds no special token; with Hugging Face's, text that spells one is that one."""
 
     @property
     def size(self) -> int:

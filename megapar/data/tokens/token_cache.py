@@ -43,8 +43,7 @@ from megapar.files.data_object import at_once
 from megapar.health.stop.parent import die_with_parent
 from megapar.health.stop.process import cores
 
-VERSION = 3
-"""Increased whenever the files written here change, so that no older cache entry is read."""
+VERSION = 3  # increased whenever the files written here change, so that no older cache entry is read
 
 PARALLEL_BYTES = 32 << 20
 """Bytes of text from which several processes encode it; for less, starting them takes longer than they save."""
@@ -123,7 +122,7 @@ def encode_in_process(job: EncodeJob, workers: int, status: Status = silent) -> 
             with suppress(BrokenPipeError), ended.stdin:
                 json.dump({"job": asdict(job), "workers": workers}, ended.stdin)
             answer: dict[str, Any] = {}
-            for line in ended.stdout:
+            for line in filter(lambda text: text.startswith('{"'), ended.stdout):  # others are prints of libraries
                 answer = json.loads(line)
                 if "status" in answer:
                     status(*answer["status"])

@@ -34,8 +34,8 @@ class FirstNonfinite:
         if self.first is None and any(not tensor.isfinite().all().item() for tensor in _floats(output)):
             self.first = (self.micro_batch, place, self._finished), f"the output of {name or 'the model'}"
 
-    def over_ranks(self, world: Axis) -> str:
-        """Return the first one over all ranks, with its ranks, or "" if all outputs were finite."""
+    def over_ranks(self, world: Axis, launched: Sequence[int]) -> str:
+        """Return the first one over all ranks, with its ranks as launched, or "" if all outputs were finite."""
         rows: list[Any] = [self.first]
         if world.group is not None:
             rows = messages.all_gather(rows[0] and [list(rows[0][0]), rows[0][1]], world.group)
@@ -43,7 +43,7 @@ class FirstNonfinite:
         if not by_rank:
             return ""
         earliest = min(by_rank.values())
-        ranks = [rank for rank, row in by_rank.items() if row == earliest]
+        ranks = sorted(launched[rank] for rank, row in by_rank.items() if row == earliest)
         return f"{earliest[1]} on {'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
 
 

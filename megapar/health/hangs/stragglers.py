@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -58,12 +58,16 @@ class Stragglers:
         )
 
 
-def pace(seconds: Sequence[float], world: Axis, device: torch.device) -> Pace:
-    """Return the pace of all ranks. Every rank must call it with its seconds of work in each step of the interval."""
+def pace(seconds: Sequence[float], world: Axis, device: torch.device, launched: Sequence[int]) -> Pace:
+    """Return the pace of all ranks. Every rank must call it with its seconds of work in each step of the interval.
+
+    launched: See ``World``: the number by which a slow rank is named.
+    """
     ordered = sorted(seconds)
     median = torch.tensor([ordered[(len(ordered) - 1) // 2]], dtype=torch.float32, device=device)
     medians = gather_numbers(median, world, "pace")
-    return summary([float(value.item()) for value in medians])
+    found = summary([float(value.item()) for value in medians])
+    return replace(found, slowest_rank=launched[found.slowest_rank])
 
 
 def summary(medians: Sequence[float]) -> Pace:

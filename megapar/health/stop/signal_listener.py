@@ -24,8 +24,7 @@ from typing import Any
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT)
 """Signals that stop a run: from the keyboard (INT, QUIT), a closed terminal (HUP) or a scheduler (TERM, USR1)."""
 
-TYPED = (signal.SIGINT, signal.SIGQUIT)
-"""Signals from the keyboard, which no program sends repeatedly."""
+TYPED = (signal.SIGINT, signal.SIGQUIT)  # signals from the keyboard, which no program sends repeatedly
 
 AGAIN_SECONDS = 5.0  # several senders may signal a process group at the same time; a deliberate second signal is later
 

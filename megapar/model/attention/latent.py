@@ -28,8 +28,7 @@ from megapar.model.cost.rank_view import RankView
 from megapar.model.parameter import HfPiece, ParameterSpec, fused_row, scale_row
 
 LATENT, KEYS_AND_VALUES, AUTO = "latent", "kv", "auto"
-EXCHANGES = (LATENT, KEYS_AND_VALUES, AUTO)
-"""What ranks of cp send: latents, keys and values, or what is less."""
+EXCHANGES = (LATENT, KEYS_AND_VALUES, AUTO)  # what ranks of cp send: latents, keys and values, or what is less
 
 
 @dataclass(frozen=True)

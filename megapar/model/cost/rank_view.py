@@ -28,6 +28,7 @@ class RankView:
         window_keys: Keys that rows see there on the rank of cp with most of them, relative to the mean.
         selective_recompute: The backward recomputes attention's core and the activations.
         ampipe_degree: Slices of a sequence, each of whose communication hides under the others' attention.
+        slice_capacity: An expert has a separate capacity in every slice, so that messages have even splits.
         overlaps_mp: Collectives of linear layers over mp are cut into pieces, which hide under their products.
         pipe_experts: Experts run piece by piece under their all-to-alls.
         expert_parts: Parts of an expert's rows that are sent one at a time, with ``pipe_experts``.
@@ -63,6 +64,7 @@ class RankView:
     window_keys: float = 1.0
     selective_recompute: bool = False
     ampipe_degree: int = 1
+    slice_capacity: bool = False
     overlaps_mp: bool = False
     pipe_experts: bool = False
     expert_parts: int = 1

@@ -65,8 +65,12 @@ def meet_here() -> MeetingPlace:
 
 
 def meet_by_file(path: str, local_addr: str) -> MeetingPlace:
-    """Return a place for nodes that share a file (``--rdzv-conf store_type=file``)."""
-    return MeetingPlace(FileStore(path), path, local_addr or _address_of(socket.gethostname()))
+    """Return a place for nodes that share a file (``--rdzv-conf store_type=file``). Raises DistributedError."""
+    address = local_addr or _address_of(socket.gethostname())
+    if not local_addr and address.startswith("127."):
+        name = socket.gethostname()
+        raise DistributedError(f"{name} is {address} here, which no other node can reach: set --local-addr.")
+    return MeetingPlace(FileStore(path), path, address)
 
 
 def meet_at(endpoint: str, local_addr: str = "", hosts: bool | None = None) -> MeetingPlace:

@@ -19,8 +19,7 @@ from megapar.moe.dispatch_bytes import MOST_EXPERTS, DispatchBytes, dispatched_r
 from megapar.moe.sizes import MoeSizes
 from megapar.training.building.partition import ITEM_BYTES
 
-FIGURES = ("device_tflops", "device_memory_gib", "link_gb", "network_gb")
-"""Flags that give a figure of a device."""
+FIGURES = ("device_tflops", "device_memory_gib", "link_gb", "network_gb")  # flags that give a figure of a device
 
 LEAST_SPEEDUP = 1.1  # of the time of plain dispatch over that by node, for ``auto``
 NODE, PLAIN = "node", "plain"

@@ -167,12 +167,17 @@ def make_watchdog(config: Config) -> Watchdog:
 
 def connect(watchdog: Watchdog, world: World) -> None:
     """Pass the communicators and the store of the ranks to the watchdog, after the rendezvous."""
+    launched = world.launched  # the numbers of logs and launchers
     watchdog.connect(
-        world.rank,
+        launched[world.rank],
         world.grid.world_size,
         world.spare_store("watchdog"),
         world.recorder,
-        lambda: {axis.communicator: axis.ranks for axis in (*world.axes(), *world.queues) if axis.size > 1},
+        lambda: {
+            axis.communicator: [launched[rank] for rank in axis.ranks]
+            for axis in (*world.axes(), *world.queues)
+            if axis.size > 1
+        },
     )
 
 

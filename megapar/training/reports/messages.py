@@ -30,10 +30,12 @@ def evaluation(means: Mapping[str, float], read: int, samples: int) -> str:
 
 def how_to_continue(config: Config) -> str:
     """Return the command that continues a run that was stopped before its end."""
-    checkpoint = config.checkpoint
-    if checkpoint.load == checkpoint.save:
-        return "to continue, run the same command again"
-    return f"to continue, run the same command with --load {shlex.quote(str(checkpoint.save))}"
+    saved = config.checkpoint
+    back = {"--ckpt-step": saved.ckpt_step is not None, "--finetune": saved.finetune}
+    back |= {"--no-load-optim": saved.no_load_optim, "--no-load-rng": saved.no_load_rng}
+    without = "".join(f", without {flag}" for flag, given in back.items() if given)
+    how = "again" if saved.load == saved.save else f"with --load {shlex.quote(str(saved.save))}"
+    return f"to continue, run the same command {how}{without}"
 
 
 def phase_begins(config: Config, progress: Progress) -> str:

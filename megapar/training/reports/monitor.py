@@ -46,6 +46,7 @@ from megapar.training.step.expert_places import ExpertPlaces
 from megapar.training.step.job import Job
 from megapar.training.step.objective import Objective
 from megapar.training.step.result import StepResult, Totals
+from megapar.training.step.schedules import make_progressive
 from megapar.training.step.update_norms import TENSOR_CLASSES
 
 _EVALUATED = (("loss", "loss"), ("lm_loss", "lm"), ("sop_loss", "sop"), ("mtp_loss", "mtp"), (BITS, BITS))
@@ -114,7 +115,7 @@ class Monitor:
             self._steps = [replace(step, seconds=share) for step in self._steps]
         work = [_work_seconds(step, step.exposed) for step in self._steps if step.exposed is not None]
         if work:  # the same steps on every rank
-            pace = find_pace(work, self.world.axis("world"), self._device.torch_device)
+            pace = find_pace(work, self.world.axis("world"), self._device.torch_device, self.world.launched)
         records = [
             self._record(step, row, pace, scores.get(step.iteration))
             for step, row in zip(self._steps, values, strict=True)
@@ -303,7 +304,7 @@ def make_monitor(
     ``iteration``, ``user_loggers`` and ``check_owner`` are as in ``make_loggers``.
     """
     world, metrics = job.world, config.logging.metrics_file
-    of_length = cache(partial(flops_per_token, job.sizes))
+    of_length, growing = cache(partial(flops_per_token, job.sizes)), make_progressive(config)
     peak, source = math.nan, "unknown"
     if terminal is not None:  # only this rank's records are used, and measuring on all ranks at once would be lower
         peak, source = peak_flops(world.device, compute_dtype(config, world.device), config.runtime.device_tflops)
@@ -318,7 +319,9 @@ def make_monitor(
         objective=objective,
         places=places,
         loggers=make_loggers(config, terminal, iteration, user_loggers, check_owner),
-        flops_per_token=lambda step: of_length(config.phases.of_step(step - 1).seq_length),
+        flops_per_token=lambda step: of_length(
+            growing.length_at(step - 1) if growing else config.phases.of_step(step - 1).seq_length
+        ),
         peak=peak,
         peak_source=source,
     )

@@ -19,8 +19,7 @@ from megapar.model.decoder.model import Decoder
 from megapar.training.step.job import Job
 from megapar.training.step.objective import Objective
 
-OF_SET = "loss/"
-"""Prefix of the loss of one of several sets."""
+OF_SET = "loss/"  # prefix of the loss of one of several sets
 BITS = "bits_per_byte"
 """Cross-entropy in bits per UTF-8 byte of the predicted text; with ``/NAME`` that of one of several sets."""
 

@@ -98,7 +98,7 @@ class StepGuard:
                 "when the step was run again: a rank computed wrongly; the step continues with the second result"
             )
             return again, repeated, ""
-        cause = watched.over_ranks(self._world.axis("world"))
+        cause = watched.over_ranks(self._world.axis("world"), self._world.launched)
         if not cause:
             cause = f"the forward is finite, the gradient of {self.gradients.first_bad_parameter()} is not"
         return summed, norm, cause

@@ -15,6 +15,7 @@ from megapar.checkpoints.save_load import folder as folders
 from megapar.checkpoints.save_load.checkpoints import Checkpoints
 from megapar.checkpoints.save_load.local_saves import LocalSaves
 from megapar.checkpoints.save_load.resume import FaultRecovery
+from megapar.config.start import check_save
 from megapar.errors import CheckpointError, UnverifiedError
 from tests.support.damage import flip_bit, reseal
 from tests.support.here import losses, run_here
@@ -196,3 +197,16 @@ def test_a_limit_holds_for_a_folder_however_it_is_spelled(tmp_path: Path, monkey
     monkeypatch.setattr(FaultRecovery, "_local_limit", lambda self: (3, True))
     monkeypatch.setattr(FaultRecovery, "_set_aside", lambda self, fault: [])
     assert min(losses(run_here(Path("c"), "--load", str(tmp_path / "c")))) == 3
+
+
+def test_a_job_whose_newest_checkpoint_cannot_be_read_is_still_its_own(tmp_path: Path) -> None:
+    run_here(tmp_path, "--exit-interval", "4", **JOB_A)
+    values = {"load": None, "save": str(tmp_path)}
+    assert check_save(RESTART, values) == []
+    (tmp_path / "iter_0000004" / "scalars.json").write_bytes(b"")
+    assert check_save(RESTART, values) == []
+    assert min(losses(run_here(tmp_path, **RESTART))) == 3
+    for path in tmp_path.glob("iter_*/scalars.json"):
+        path.write_bytes(b"")
+    (complaint,) = check_save(RESTART, values)
+    assert "another run, up to iteration 6" in complaint.message

@@ -389,3 +389,14 @@ def test_what_latest_names_must_be_there(tmp_path: Path) -> None:
     (tmp_path / "latest").write_text("iter_0000002")
     with pytest.raises(CheckpointError, match="iter_0000002"):
         run_here(tmp_path, "--load", str(tmp_path))
+
+
+def test_how_to_go_on_leaves_out_what_would_go_back(tmp_path: Path, told: list[str]) -> None:
+    base, tuned = tmp_path / "base", tmp_path / "tuned"
+    run_here(base, "--exit-interval", "2")
+    run_here(tuned, "--load", str(base), "--finetune", "--exit-interval", "3")
+    assert told[-1] == f"to continue, run the same command with --load {tuned}, without --finetune"
+    assert run_here(tuned, "--load", str(tuned), "--exit-interval", "4").iteration == 4  # not from 0
+    told.clear()
+    run_here(tuned, "--load", str(tuned), "--ckpt-step", "3", "--exit-interval", "4")
+    assert told[-1] == "to continue, run the same command again, without --ckpt-step"

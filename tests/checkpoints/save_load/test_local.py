@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -14,6 +15,7 @@ import torch.distributed as dist
 
 from megapar.checkpoints.format.shards import Shard
 from megapar.checkpoints.save_load import local as local_module
+from megapar.checkpoints.save_load import local_saves
 from megapar.checkpoints.save_load.local import LocalCheckpoints
 from tests.support.damage import flip_bit
 from tests.support.ranks import run_ranks
@@ -79,7 +81,7 @@ def fill_the_memory(rank: int, world: int, root: Path) -> tuple[int, list[list[s
         with contextlib.ExitStack() as stack:
             if rank == 1:
                 stack.enter_context(patch.object(local_module, "write_bytes", side_effect=OSError(28, "full")))
-                stack.enter_context(pytest.raises(OSError, match="full"))
+            stack.enter_context(pytest.raises(OSError, match="full" if rank == 1 else "another node"))
             local.save(iteration, state(rank, float(iteration)), {})
     found = local.find()
     kept = [
@@ -140,9 +142,7 @@ def refuse_the_folder(rank: int, world: int, root: Path) -> int:
     dist.barrier()
     if rank == 1:
         (root / "node1" / "job" / "iter_0000010").touch()  # a file where the folder has to be
-        with pytest.raises(OSError, match="iter_0000010"):
-            local.save(10, state(rank, 10.0), {})
-    else:
+    with pytest.raises(OSError, match="iter_0000010" if rank == 1 else "another node"):
         local.save(10, state(rank, 10.0), {})
     found = local.find()
     return found.iteration
@@ -210,3 +210,26 @@ def save_without_a_root(rank: int, world: int, root: Path) -> Any:
 
 def test_a_folder_that_is_gone_leaves_nobody_waiting(tmp_path: Path) -> None:
     assert run_ranks(2, save_without_a_root, tmp_path, timeout=60) == [None, None]
+
+
+def save_without_room_for_a_copy(rank: int, world: int, root: Path) -> Any:
+    local = local_of(rank, world, root)
+    full = patch.object(local_module, "DiskWriting", side_effect=OSError(28, "full"))
+    with full if rank == 1 else contextlib.nullcontext(), pytest.raises(OSError, match="no copy of all its parts"):
+        local.save(5, state(rank, 5.0), {"iteration": 5})
+    found = local.find()
+    return found and found.iteration
+
+
+def test_a_copy_without_room_is_told_and_the_rest_is_kept(tmp_path: Path) -> None:
+    assert run_ranks(2, save_without_room_for_a_copy, tmp_path) == [5, 5]
+
+
+@pytest.mark.parametrize(("here", "rank"), [("8", 4), ("4", 8)])
+def test_unequal_nodes_have_no_pairs(monkeypatch: pytest.MonkeyPatch, here: str, rank: int) -> None:
+    for name, value in {"LOCAL_WORLD_SIZE": here, "WORLD_SIZE": "12", "GROUP_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    world: Any = SimpleNamespace(grid=SimpleNamespace(world_size=12), launched=tuple(range(12)), rank=rank)
+    assert local_saves._neighbour(world) is None
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "6")
+    assert local_saves._neighbour(world) == ((rank + 6) % 12, (rank - 6) % 12)

@@ -8,9 +8,11 @@ import select
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from megapar.core.comm.accounts import FlightRecorder
@@ -21,8 +23,9 @@ from megapar.health.hangs import watchdog as watchdog_module
 from megapar.health.hangs.gathering import Survey
 from megapar.health.hangs.rank_reports import explain, late_ranks, line_of
 from megapar.health.hangs.sections import Overdue, Sections
-from megapar.health.hangs.stragglers import Pace, Stragglers, summary
+from megapar.health.hangs.stragglers import Pace, Stragglers, pace, summary
 from megapar.health.hangs.watchdog import Watchdog
+from megapar.training.loop.callbacks import connect
 from tests.support.ranks import run_ranks
 
 OVERDUE = Overdue("step", "7", 31.0, 30.0, True)
@@ -420,3 +423,14 @@ def test_the_time_of_sections_inside_counts_for_none_around_them() -> None:
         now += 100.0
         sections.end()
     assert [sections._longest[name] for name in ("inner", "middle", "outer")] == [100.0] * 3
+
+
+def test_ranks_have_the_numbers_with_which_they_were_launched() -> None:
+    axis = SimpleNamespace(communicator="pp", ranks=(0, 1), size=2)
+    facts = {"rank": 1, "launched": (0, 2, 1, 3), "grid": SimpleNamespace(world_size=4), "recorder": FlightRecorder()}
+    world: Any = SimpleNamespace(**facts, spare_store=lambda name: None, axes=lambda: [axis], queues=[])
+    told: list[Any] = []
+    connect(SimpleNamespace(connect=lambda *asked: told.extend(asked)), world)  # type: ignore[arg-type]
+    assert told[0] == 2
+    assert told[4]() == {"pp": [0, 2]}
+    assert pace([1.0], Axis.single("world"), torch.device("cpu"), (7,)).slowest_rank == 7

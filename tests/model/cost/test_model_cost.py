@@ -18,6 +18,7 @@ from megapar.model.flops import layer_flops, step_flops
 from megapar.model.layers.rotary import RotaryEmbedding
 from megapar.model.sizes import ModelSizes
 from megapar.model.spec import spec_of
+from megapar.moe.expert_costs import _ExpertLayer
 from megapar.moe.sizes import MoeSizes
 
 COMMON = {
@@ -184,3 +185,15 @@ def test_angles_cover_a_whole_head(percent: float) -> None:
     own = sizes.attention
     made = RotaryEmbedding(own.rotary_dim, 1e4, torch.float32, None, own.angles_dim).angles(torch.arange(8)[None])
     assert DecoderCost(sizes, RankView.alone(8)).context == sum(x.nbytes for x in made)
+
+
+def test_slices_with_their_own_capacity_send_all_of_it_and_count_once_each() -> None:
+    view = replace(RankView.alone(1024), ep=2, ampipe_degree=2)
+    sizes = MoeSizes(64, 32, num_experts=8, topk=2, kind="deepspeed_moe", capacity_factor=2.0)
+    own, shared = (_ExpertLayer(replace(view, slice_capacity=own), sizes) for own in (True, False))
+    assert own.even
+    assert not shared.even
+    assert own.rows.sent == 8 * sizes.capacity(view.local_tokens)
+    whole = _ExpertLayer(replace(view, ampipe_degree=1), MoeSizes(64, 32, num_experts=8, topk=2))
+    halves = _ExpertLayer(view, MoeSizes(64, 32, num_experts=8, topk=2))
+    assert halves._sent_counts()[0].bytes == 2 * whole._sent_counts()[0].bytes

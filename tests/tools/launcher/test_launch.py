@@ -223,7 +223,8 @@ def test_a_tree_that_is_only_the_working_directory_is_found(tmp_path: Path) -> N
 def test_a_preflight_waits_for_no_more_nodes_than_the_job(tmp_path: Path) -> None:
     conf = "store_type=file,last_call_timeout=1,join_timeout=20"
     options = ("--nnodes", "1:2", "--rdzv-endpoint", str(tmp_path / "nodes"), "--rdzv-conf", conf, "--preflight")
-    done = launch(tmp_path, "--nproc-per-node", "1", *options, script(tmp_path, "print('job')"))
+    options += ("--nproc-per-node", "1", "--local-addr", "127.0.0.1")
+    done = launch(tmp_path, *options, script(tmp_path, "print('job')"))
     assert done.returncode == 0, done.stderr
     assert "preflight: node 0" in done.stdout
 

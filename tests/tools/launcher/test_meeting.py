@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 from torch.distributed import HashStore
@@ -85,3 +86,10 @@ def test_a_name_that_only_this_machine_takes_for_itself_is_refused(monkeypatch: 
     monkeypatch.setattr(meeting, "_address_of", lambda host: "127.0.1.1")
     with pytest.raises(DistributedError, match=r"node0:1 is 127\.0\.1\.1 on this machine, .* or set --local-addr"):
         meet_at("node0:1")
+
+
+def test_nodes_that_share_a_file_do_not_meet_on_loopback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "_address_of", lambda host: "127.0.1.1")
+    with pytest.raises(DistributedError, match="set --local-addr"):
+        meeting.meet_by_file(str(tmp_path / "nodes"), "")
+    assert meeting.meet_by_file(str(tmp_path / "nodes"), "127.0.0.1").address == "127.0.0.1"
