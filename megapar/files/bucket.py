@@ -108,9 +108,13 @@ class BucketStore:
         return {**names, **{name.removesuffix(MANIFEST): None for name in published}}
 
     def walk(self, folder: PurePath) -> dict[str, int]:
-        """Return the name, in the folder, of every object below it, with its size."""
+        """Return the name, in the folder, of every object below it, with its size. Raises OSError for other names."""
         found = {name: size for name, size in self.objects.walk(str(folder)).items() if name != PUBLISHED}
-        return found or dict((self._manifest(folder) or {"files": {}})["files"])
+        found = found or dict((self._manifest(folder) or {"files": {}})["files"])
+        for name in found:  # they become paths on this machine
+            if name.startswith("/") or {"", ".", ".."} & set(name.split("/")):
+                raise OSError(errno.EINVAL, f"{name!r} is not a name in a folder", self.uri(folder))
+        return found
 
     def publish(self, made: PurePath, path: PurePath, *, replace: bool = False) -> None:
         """Write the manifest of a folder under its final name, or move a file there. Neither is seen in part."""

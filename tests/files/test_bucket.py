@@ -22,7 +22,7 @@ from megapar.core.box import Box
 from megapar.errors import CheckpointError, FolderLostError
 from megapar.files import bucket
 from megapar.files.bucket import MANIFEST, PUBLISHED, objects_of
-from megapar.files.location import Location, at
+from megapar.files.location import Location, at, read_locally
 from megapar.files.objects import Objects
 from tests.checkpoints.ownership.owners import Waiting, claim, save
 from tests.checkpoints.save_load.states import LAYOUT, MODEL, SCALARS, make_state, same_model, wrong
@@ -281,3 +281,13 @@ def test_a_load_on_another_layout_reads_only_the_ranges_that_it_needs(s3_server:
         collective_io.load(folder, {"model/x": quarter}, expect_model=None, verify="size", group=None)
         assert torch.equal(quarter.tensor, whole[256:512])
         assert quarter.tensor.nbytes < proxy.passed.sent["get"] < quarter.tensor.nbytes + 16_384
+
+
+@pytest.mark.parametrize("name", ["../x", "a/../../x", "/x", "a//x", "."])
+def test_a_name_that_leaves_its_folder_is_no_file_of_it(name: str) -> None:
+    root = in_objects()
+    put(root / "made" / "a", b"a")
+    content = json.dumps({"folder": "made", "files": {name: 1}}).encode()
+    put(root / f"final{MANIFEST}", content)
+    with pytest.raises(OSError, match="is not a name in a folder"), read_locally(root / "final", below=True):
+        pass
