@@ -80,8 +80,8 @@ def parse(
         message = "--validate-only checks the files as well, and --rules-only does not."
         draft.complain("contradiction", message, "Keep one of them.")
     with _path_errors_as_complaints(draft):
-        checks = () if values.get("remote_paths") else (check_model if rules_only else check_files)(values)
-        files = [] if rules_only and not planning else list(checks)
+        checks = check_model(values) if rules_only else check_files(values, restart=starts_before(environ) > 0)
+        files = [] if values.get("remote_paths") or (rules_only and not planning) else list(checks)
     start = check_start(environ, values) if starting and not validate_only and not rules_only else []
     defaults = check_defaults(values, draft.origins)
     if (starting or validate_only) and not rules_only:

@@ -32,7 +32,7 @@ def job_id(environ: Mapping[str, str]) -> str:
 
 
 def equal_nodes(environ: Mapping[str, str]) -> int | None:
-    """Return the number of ranks of each node; None if a launcher has not set it, or if nodes differ."""
+    """Return the number of ranks of each node, as far as this one can tell; None if it is not set or they differ."""
     names = ("LOCAL_WORLD_SIZE", "WORLD_SIZE", "GROUP_WORLD_SIZE")
     texts = [environ.get(name) or "" for name in names]
     local, world, nodes = (int(text) if text.isascii() and text.isdecimal() else 0 for text in texts)

@@ -207,6 +207,17 @@ def test_generated_pages_are_fresh() -> None:
         ("moe", "--num-experts 8 --moe-router-group-topk 2", "router-group"),
         (
             "moe",
+            "--num-experts 64 --moe-router-topk 8 --moe-router-num-groups 7 --moe-router-group-topk 1",
+            "router-group",
+        ),
+        (
+            "moe",
+            "--num-experts 8 --moe-router-topk 5 --moe-router-num-groups 4 --moe-router-group-topk 2 "
+            "--moe-router-group-score-topk 2",
+            "router-group",
+        ),
+        (
+            "moe",
             "--num-experts 8 --moe-router-num-groups 8 --moe-router-group-topk 2 --moe-router-topk 4",
             "router-group",
         ),
@@ -233,6 +244,24 @@ def test_what_is_advised_is_accepted(kind: str, line: str, rule: str) -> None:
     flag, values = re.search(r"Choose (--[\w-]+) ([\d, or]+)", complaint.fix).groups()  # type: ignore[union-attr]
     for value in re.findall(r"\d+", values):
         assert refused(flag, value) == []
+
+
+def test_what_no_value_mends_is_not_advised() -> None:
+    def told(kind: str, line: str) -> dict[str, str]:
+        with pytest.raises(ConfigError) as caught:
+            parse(kind, [*line.split(), "--rules-only"], {})
+        return {one.rule: str(one) for one in caught.value.complaints}
+
+    groups = told("moe", "--num-experts 8 --moe-router-num-groups 4 --moe-router-group-topk 8")
+    assert "Leave the groups out." in groups["router-groups"]
+    odd = "--ernie-model ernie3 --task-type-vocab-size 5 --seq-length 128 --world-size 3 --mp-degree 3"
+    sizes = "--hidden-size 48 --num-attention-heads 3 --task-hidden-size 24 --task-num-attention-heads 3"
+    assert set(told("ernie", f"{odd} --sequence-parallel {sizes}")) == {"sequence-parallel-length"}
+    warmup = told("moe", "--train-iters 100 --lr-warmup-iters 100")["warmup"]
+    assert "--train-epochs" not in warmup
+    assert "--lr-decay-iters 100" in warmup
+    given = "--task sft --tokenizer-model t --data-path c.jsonl --train-epochs 3 --lr-decay-iters 50"
+    assert "warmup" in told("moe", f"{given} --lr-warmup-iters 60")
 
 
 def test_a_width_that_no_heads_divide_is_told(capsys: pytest.CaptureFixture[str]) -> None:

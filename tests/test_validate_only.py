@@ -74,6 +74,8 @@ MISTAKES = [
     ("--load run --train-iters 6 --lr 1", "[checkpoint-schedule]", "--lr is", "--override-opt-param-scheduler"),
     ("--load foreign", "[checkpoint-foreign]", "Megatron-LM", "--load-hf"),
     ("--load run --ckpt-step 7", "no checkpoint of --ckpt-step 7", "It has those of 6"),
+    ("--load data --save data --ckpt-step 5", "data has no checkpoint of --ckpt-step 5", "Leave --ckpt-step out"),
+    ("--load gone --save gone", "gone/latest names 'iter_0000002', which is not there", "Remove gone/latest"),
     ("--load broken --ckpt-step 5", "broken contains no checkpoint", "It contains only an unfinished save"),
     (
         "--load downloaded",
@@ -107,13 +109,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n' * 9)[:20])
     footer = b"\x15\x00body"
     (place / "columns.parquet").write_bytes(b"PAR1" + footer + struct.pack("<I", len(footer)) + b"PAR1")
-    for name in ("data", "texts", "saved", "words", "foreign", "model", "half_model", "broken", "downloaded"):
+    for name in ("data", "texts", "saved", "words", "foreign", "model", "half_model", "broken", "downloaded", "gone"):
         (place / name).mkdir()
     (place / "texts/wrong.jsonl").write_text('{"body": "a"}\n', encoding="utf-8")
     (place / "saved/dataset_info.json").write_text('{"features": {"body": {}}}', encoding="utf-8")
     (place / "words/vocab.json").write_text(json.dumps({f"w{i}": i for i in range(10)}), encoding="utf-8")
     (place / "foreign/latest_checkpointed_iteration.txt").write_text("5", encoding="utf-8")
     (place / "foreign/iter_0000005").mkdir()
+    (place / "gone/latest").write_text("iter_0000002\n", encoding="utf-8")
     (place / "broken/iter_0000001.tmp-0123456789ab").mkdir()
     for name in ("config.json", "metadata.json"):
         (place / "downloaded" / name).write_text("{}", encoding="utf-8")

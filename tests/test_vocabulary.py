@@ -51,6 +51,13 @@ FILES: dict[str, dict[str, Any]] = {
     "fast": {},
     "fast with added tokens": {},
     "fast with tokens named beside": {},
+    "fast with a list of tokens": {},
+    "fast with named tokens": {},
+}
+BESIDE: dict[str, dict[str, Any]] = {
+    "fast with tokens named beside": {},
+    "fast with a list of tokens": {"extra_special_tokens": ["<video>", "<audio>"]},  # in place of the older name
+    "fast with named tokens": {"extra_special_tokens": {"video_token": "<video>"}},
 }
 
 
@@ -63,9 +70,9 @@ def _fast(folder: Path, model: bytes, kind: str) -> None:
         tokenizer.add_special_tokens({"additional_special_tokens": ["<special>"]})
         shutil.rmtree(folder)
         tokenizer.save_pretrained(str(folder))
-    elif kind == "fast with tokens named beside":
+    elif kind in BESIDE:
         config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-        _write(folder, "tokenizer_config.json", {**config, "additional_special_tokens": ["<image>"]})
+        _write(folder, "tokenizer_config.json", {**config, "additional_special_tokens": ["<image>"], **BESIDE[kind]})
 
 
 @pytest.mark.parametrize("kind", FILES)

@@ -14,12 +14,14 @@ from typing import Any
 from megapar.checkpoints.format.faults import suspects
 from megapar.checkpoints.format.names import (
     FOREIGN_FIX,
+    LATEST,
     LAYOUT_FILE,
     folders_below,
     foreign_checkpoint,
     holds_checkpoints,
     names_in,
     newest_name,
+    read_latest,
     saved_iterations,
     stored_scalars,
 )
@@ -49,15 +51,18 @@ def check_model(values: Mapping[str, Any]) -> Iterator[Complaint]:
         yield missing("load_hf", path)
 
 
-def check_files(values: Mapping[str, Any]) -> Iterator[Complaint]:
-    """Yield complaints about paths; values that are missing or None are skipped."""
+def check_files(values: Mapping[str, Any], *, restart: bool = False) -> Iterator[Complaint]:
+    """Yield complaints about paths; values that are missing or None are skipped.
+
+    ``restart``: The job was started before. It may go on from its own checkpoints, whatever --load has by now.
+    """
     yield from check_data(values)
     yield from check_model(values)
     yield from check_stores(values)
     for name in ("tokenizer_model", "chat_template", "load", "phrase_file", "entity_file", "triples_file"):
         path = values.get(name)
         # A script that is queued repeatedly uses one folder for --load and --save, which its first run creates.
-        first_run = name == "load" and _saves_where_it_loads(values)
+        first_run = name == "load" and (restart or _saves_where_it_loads(values))
         if path is not None and not at(path).exists() and not first_run:
             yield missing(name, path)
     for name in ("phrase_file", "entity_file", "triples_file"):
@@ -69,7 +74,7 @@ def check_files(values: Mapping[str, Any]) -> Iterator[Complaint]:
         yield from no_tokenizer or check_vocabulary(values)
         if values.get("task") == SFT and not values.get("chat_template") and not no_tokenizer:
             yield from _no_template(Path(values["tokenizer_model"]))
-    if values.get("load") and not is_stored(values["load"]):
+    if values.get("load") and not is_stored(values["load"]) and not restart:
         yield from _loaded(values)
     if values.get("load_hf") and not is_stored(values["load_hf"]):
         yield from _published(Path(values["load_hf"]))
@@ -129,11 +134,15 @@ def _loaded(values: Mapping[str, Any]) -> Iterator[Complaint]:
     if foreign := foreign_checkpoint(root):
         yield Complaint("checkpoint-foreign", f"--load {root} is {foreign}.", FOREIGN_FIX)
         return
-    none = [] if _saves_where_it_loads(values) else list(_checkpoint(root))
-    none += _only_suspects(root) if values.get("ckpt_step") is None else []
+    same, step = _saves_where_it_loads(values), values.get("ckpt_step")
+    none = [] if same else list(_checkpoint(root))
+    none += _only_suspects(root) if step is None else []
     yield from none
-    if not none and values.get("ckpt_step") is not None:
-        yield from _step(root, values["ckpt_step"])
+    if not none and step is not None:
+        yield from _step(root, step, same)
+    elif not none and not saved_iterations(root) and (latest := read_latest(root)) is not None:
+        message = f"{root / LATEST} names {latest[0]!r}, which is not there, nor is any other checkpoint."
+        yield Complaint("checkpoint", message, f"Remove {root / LATEST} to start from nothing.")
 
 
 def _saves_where_it_loads(values: Mapping[str, Any]) -> bool:
@@ -183,14 +192,11 @@ def _only_suspects(root: Location) -> Iterator[Complaint]:
         yield Complaint("checkpoint", message, "Set --ckpt-step N to load one nevertheless.")
 
 
-def _step(root: Location, step: int) -> Iterator[Complaint]:
+def _step(root: Location, step: int, same: bool) -> Iterator[Complaint]:
     steps = sorted({*saved_iterations(root), *suspects(root)})
-    if steps and step not in steps:
-        yield Complaint(
-            "checkpoint-missing",
-            f"--load {root} has no checkpoint of --ckpt-step {step}.",
-            f"It has those of {', '.join(map(str, steps[-MOST_STEPS:]))}.",
-        )
+    if step not in steps and (steps or same):  # another folder without any has its own complaint
+        has = f"It has those of {', '.join(map(str, steps[-MOST_STEPS:]))}." if steps else "Leave --ckpt-step out."
+        yield Complaint("checkpoint-missing", f"--load {root} has no checkpoint of --ckpt-step {step}.", has)
 
 
 def _published(path: Path) -> Iterator[Complaint]:

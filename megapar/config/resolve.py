@@ -58,15 +58,6 @@ def _ffn(hidden: int, activation: str) -> int:
     return 4 * hidden if activation not in GATED else max(64, int(4 * hidden * 2 / 3) // 64 * 64)
 
 
-def _steps(batch: int | None, micro: int, data_ranks: int) -> int | None:
-    return 1 if batch is None else _quotient(batch, micro * data_ranks)
-
-
-def _manual_gc(world: int) -> str:
-    # A step waits for the slowest rank, and with many ranks the collector would run on some rank in nearly every step.
-    return "on" if world >= 64 else "off"
-
-
 def _overlap(ampipe_degree: int, strict: bool) -> str:
     # MindSpeed does not combine AMPipe with these overlaps; an automatic choice yields to an explicit one.
     return "off" if strict and ampipe_degree != 1 else "on"
@@ -146,7 +137,11 @@ DERIVATIONS: tuple[Derivation, ...] = (
     Derivation(
         "original_max_position_embeddings", ("rope_scaling_type",), lambda kind: 8192 if kind == LLAMA3 else 4096
     ),
-    Derivation("gradient_merge_acc_step", ("global_batch_size", "micro_batch_size", "data_ranks"), _steps),
+    Derivation(
+        "gradient_merge_acc_step",
+        ("global_batch_size", "micro_batch_size", "data_ranks"),
+        lambda batch, micro, data_ranks: 1 if batch is None else _quotient(batch, micro * data_ranks),
+    ),
     Derivation(
         "global_batch_size",
         ("gradient_merge_acc_step", "micro_batch_size", "data_ranks"),
@@ -157,7 +152,8 @@ DERIVATIONS: tuple[Derivation, ...] = (
     Derivation("gradient_merge_mode", ("sharding_stage",), lambda stage: "step" if stage == 1 else "micro_batch"),
     Derivation("overlap_grad_reduce", ("ampipe_degree", "strict_seed_rules"), _overlap, open=("auto",)),
     Derivation("overlap_param_gather", ("ampipe_degree", "strict_seed_rules"), _overlap, open=("auto",)),
-    Derivation("manual_gc", ("world_size",), _manual_gc, open=("auto",)),
+    # A step waits for the slowest rank, and with many ranks the collector would run on some rank in nearly every step.
+    Derivation("manual_gc", ("world_size",), lambda world: "on" if world >= 64 else "off", open=("auto",)),
     Derivation("mla_cp_exchange", _EXCHANGE_READS, _exchange, open=("auto",), settled=True),
     Derivation("reset_position_ids", ("task", "sft_packing"), _apart, open=(False,), settled=True),
     Derivation("reset_attention_mask", ("task", "sft_packing"), _apart, open=(False,), settled=True),

@@ -300,7 +300,8 @@ class ReliabilityOptions:
     )
     local_checkpoint_interval: int = flag(
         0,
-        "steps between checkpoints in node memory, with a copy on the next node, for fast restarts; 0: off",
+        "steps between checkpoints in node memory, with a copy on the next node if all have equally many ranks, for "
+        "fast restarts; 0: off",
         unit="steps",
         low=0,
         role=roles.SAVES,

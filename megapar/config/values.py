@@ -113,12 +113,9 @@ def _list(flag: Flag, raw: Any) -> tuple[Any, ...]:
     kind = "int" if flag.type == "integers" else "str"
     values = tuple(_bounded(flag, _scalar(flag, item, kind)) for item in items)
     if flag.count and len(values) != flag.count:
-        raise BadValue("value", f"{flag.spelling} takes {flag.count} values, got {len(values)}: {_shown(values)}.")
+        shown = " ".join(map(str, values)) or "none"
+        raise BadValue("value", f"{flag.spelling} takes {flag.count} values, got {len(values)}: {shown}.")
     return values
-
-
-def _shown(values: tuple[Any, ...]) -> str:
-    return " ".join(str(value) for value in values) or "none"
 
 
 def _scalar(flag: Flag, raw: Any, kind: str) -> Any:
@@ -235,17 +232,13 @@ def _expand(path: str, environ: Mapping[str, str]) -> str:
     return os.path.expanduser(path)
 
 
-def _place(path: str, flag: Flag) -> str:
-    return split_name(path)[1] if flag.named else path
-
-
 def remote_paths(flags: Mapping[str, Flag], values: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the flags with a URL that take none, each with the first of them. Names of datasets may be anything."""
     urls = []
     for name, flag in flags.items():
         value = values.get(name) if flag.path and not flag.store and name != "hf_dataset" else None
         paths = value if isinstance(value, tuple) else (value,)
-        urls += [
-            f"{flag.spelling} {masked(path)}" for path in paths if isinstance(path, str) and is_url(_place(path, flag))
-        ][:1]
+        texts = [path for path in paths if isinstance(path, str)]
+        found = (path for path in texts if is_url(split_name(path)[1] if flag.named else path))
+        urls += [f"{flag.spelling} {masked(path)}" for path in found][:1]
     return tuple(urls)

@@ -6,6 +6,7 @@ An entry is named by URI, sizes and ETags: what changes is copied again, and a r
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -17,7 +18,7 @@ from megapar.data.tokens.indexed import without_suffix
 from megapar.data.tokens.prepared import CHAT, SUFFIX
 from megapar.errors import DataError
 from megapar.files.data_files import INDEXED, split_name
-from megapar.files.data_object import BEGAN, DataObject, at_once, find, found_at, objects_in
+from megapar.files.data_object import BEGAN, DataObject, at_once, find, found_at, store_of
 from megapar.files.location import Location, at, copy
 from megapar.files.tokenizer_files import FACTS, TOKENIZER_FILES
 from megapar.files.uri import is_stored
@@ -58,8 +59,12 @@ def _of_prefix(place: Location) -> Objects:
 def fetched_tokenizer(folder: Location) -> str | None:
     """Return a copy of the tokenizer in a folder of a store, or None if it has none. Raises DataError."""
 
+    store = store_of(folder)
+
     def files() -> Objects:
-        found = tuple(one for one in objects_in(folder) if one.location.path.suffix in _BESIDE_WEIGHTS)
+        lies = Location(store, store.folder(folder.path))
+        names = sorted(name for name in store.walk(folder.path) if name.endswith(_BESIDE_WEIGHTS))
+        found = tuple(one for name in names if (one := find(lies / name)) is not None)
         named = any(one.location.path.match(name) for one in found for name in (FACTS, *TOKENIZER_FILES))
         return found if named else ()
 
@@ -84,7 +89,9 @@ def _copy(place: Location, now: Callable[[], Objects], files: Objects, path: Pat
     if size > free:
         raise DataError(f"{what} do not fit into the cache {cache_folder()}, which has {free / GIBIBYTE:.3f} GiB free")
     logging.getLogger(__name__).warning("%s are copied into the cache %s", what, cache_folder())
+    lies = store_of(place).folder(place.path)
     for one in files:
-        copy(one.location, at(path) / "data" / place.name / one.location.name)
+        name = os.path.relpath(one.location.path, lies) if one.location.path.is_relative_to(lies) else one.location.name
+        copy(one.location, at(path / "data" / place.name / name))
     if now() != files:
         raise DataError(f"{what}: they have changed while they were copied")

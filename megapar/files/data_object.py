@@ -41,7 +41,7 @@ class DataObject:
         place of an error of the reader, if the store has another object of its name now.
         """
         try:
-            file = BucketFile(_store(self.location).objects, str(self.location.path), *self.head, last)
+            file = BucketFile(store_of(self.location).objects, str(self.location.path), *self.head, last)
             with io.BufferedReader(file, _BLOCK_BYTES) as buffered:
                 yield buffered
             if last != 0:
@@ -85,21 +85,22 @@ def size_of(file: DataFile) -> int:
     return file.stat().st_size if isinstance(file, Path) else file.head.size
 
 
-def _store(place: Location) -> BucketStore:
+def store_of(place: Location) -> BucketStore:
+    """Return the store of objects that a place is in."""
     assert isinstance(place.store, BucketStore), f"{place} is on a disk"
     return place.store
 
 
 def find(place: Location) -> DataObject | None:
     """Return the object of this name, or None. Raises OSError."""
-    head = _store(place).head(place.path)
+    head = store_of(place).head(place.path)
     return DataObject(place, head) if head else None
 
 
 def objects_in(folder: Location) -> tuple[DataObject, ...]:
     """Return the objects in a folder, by name. Raises OSError."""
-    lies = Location(folder.store, _store(folder).folder(folder.path))
-    found = _store(folder).objects.list(str(lies.path))
+    lies = Location(folder.store, store_of(folder).folder(folder.path))
+    found = store_of(folder).objects.list(str(lies.path))
     return tuple(DataObject(lies / name, head) for name, head in sorted(found.items()) if head is not None)
 
 

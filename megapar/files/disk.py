@@ -78,7 +78,7 @@ class DiskStore:
         remove(Path(path))
 
     def lock(self, path: PurePath, record: Callable[[bool], bytes]) -> DiskLock | None:
-        """Create a record and hold a lock on it; the file is locked before it has its name."""
+        """Create a record and hold a lock on it; it is locked before it has its name, right after without links."""
         final = Path(path)
         final.parent.mkdir(parents=True, exist_ok=True)
         aside = final.with_name(f"{uuid.uuid4().hex}.tmp")
@@ -231,7 +231,10 @@ def sync_tree(path: Path) -> None:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write a file with this content and replace an existing one."""
+    """Write a file with this content and replace an existing one; a device or a pipe is written to."""
+    if path.exists() and not path.is_file():
+        path.write_bytes(content)
+        return
     aside = path.with_name(f".{path.name}.unfinished-{os.getpid()}")
     try:
         aside.write_bytes(content)

@@ -136,7 +136,7 @@ def _fast(path: Path, config: Mapping[str, Any]) -> Vocabulary:
 
 def _sentencepiece(path: Path, config: Mapping[str, Any]) -> Vocabulary:
     try:
-        pieces = [_text(piece) for piece in _fields(read_regular(path, INDEX_BYTES), 1)]
+        pieces = [next(_fields(piece, 1), b"").decode() for piece in _fields(read_regular(path, INDEX_BYTES), 1)]
     except (IndexError, UnicodeDecodeError, OSError) as error:
         raise BadTokenizer(f"{path} is not a sentencepiece model") from error
     if not pieces:
@@ -168,7 +168,9 @@ def _named(config: Mapping[str, Any]) -> Iterator[str]:
     kind = str(config.get("tokenizer_class") or "")
     yield from next((tokens for name, tokens in _DEFAULTS.items() if kind.startswith(name)), ())
     for source in _sources(config):
-        several = [source.get(f"{more}_special_tokens") or () for more in ("additional", "extra")]
+        older, extra = (source.get(f"{more}_special_tokens") or () for more in ("additional", "extra"))
+        # As in transformers: a list takes the place of the older name, an object of named tokens does not.
+        several = [extra] if isinstance(extra, list) and extra else [older, extra]
         values = [value for one in several for value in (one.values() if isinstance(one, Mapping) else one)]
         for value in (*(source.get(role) for role in _ROLES), *values):
             if (token := _content(value)) is not None:
@@ -194,10 +196,6 @@ def _json(path: Path) -> dict[str, Any]:
         return read_json(path, INDEX_BYTES)
     except (OSError, ValueError) as error:
         raise BadTokenizer(f"{path} cannot be read ({error})") from error
-
-
-def _text(message: bytes) -> str:
-    return next(_fields(message, 1), b"").decode()
 
 
 def _fields(message: bytes, wanted: int) -> Iterator[bytes]:

@@ -112,13 +112,12 @@ def attention_rows(
     G, _, D, H = shape
     rows = []
     for kind, tail in (("weight", (H,)), ("bias", ()))[: 1 + bias]:
-        pieces = [HfPiece(f"{hf}.{kind}", (G * _length(heads) * D, *tail), (ALL, heads)) for hf, heads in parts.items()]
+        pieces = []
+        for hf, heads in parts.items():
+            count = heads.stop - heads.start if isinstance(heads, slice) else 1
+            pieces.append(HfPiece(f"{hf}.{kind}", (G * count * D, *tail), (ALL, heads)))
         rows.append(fused_row(f"{name}.{kind}", (*shape[:3], *tail), pieces, unit, (("mp", 0),)))
     return rows
-
-
-def _length(heads: int | slice) -> int:
-    return heads.stop - heads.start if isinstance(heads, slice) else 1
 
 
 def mlp_rows(name: str, shape: tuple[int, int], gated: bool, bias: bool, hf: str, unit: str) -> list[ParameterSpec]:

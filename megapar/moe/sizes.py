@@ -215,8 +215,8 @@ class MoeSizes:
     def capacity(self, tokens: int) -> int:
         """Return the capacity C: (token, choice) pairs that one expert keeps of ``tokens`` non-padding tokens.
 
-        It is ceil(tokens / E · factor · k), at least ``min_capacity``. Decimal fractions make it exact: 1.1 times 10 is
-        11, not 12.
+        It is ceil(tokens / E · factor · k), at least ``min_capacity``. Fractions make it exact for a factor of up to
+        six decimals: 1.1 times 10 is 11, not 12.
         """
         ratio = self.capacity_per_token
         return max(-(-tokens * ratio.numerator // ratio.denominator), self.min_capacity)

@@ -10,6 +10,7 @@ from typing import Any
 
 from megapar.arguments import Config
 from megapar.config.config import NOT_BUILT_NOTE
+from megapar.config.draft import is_given
 from megapar.core.device.kinds import DeviceKind, fp8_needs
 from megapar.core.units import GIBIBYTE
 from megapar.errors import Complaint, ConfigError
@@ -22,7 +23,7 @@ from megapar.planning.speed import Speed, predict
 from megapar.planning.traffic import Link, host_traffic, link, stage_traffic
 from megapar.planning.variation import changed, differing, widened
 from megapar.schema.phase_plan import PhaseSpan
-from megapar.schema.rule import divisors
+from megapar.schema.rule import divisors, spell
 from megapar.training.building.device_choices import with_figures
 
 SECONDS_PER_DAY = 86400
@@ -40,6 +41,7 @@ _SAVINGS: Mapping[str, Mapping[str, Any]] = {
     "--recompute-interval 1 --optimizer-offload": {**_FULL, "optimizer_offload": True},
 }
 """Settings that need less memory, by their flags."""
+_LEFT_OPEN = ("sharding_degree", "dp_degree", "hybrid_dp", "gradient_merge_acc_step")  # by ``widened``, for more ranks
 
 
 class Plan:
@@ -196,14 +198,17 @@ class Plan:
             place = bisect_left(legal, True, key=partial(self._fits_on, flags))
             if place < len(legal):
                 options.append((legal[place], self._worded(text)))
-        return "{} ranks with {}".format(*min(options)) if options else ""
+        given = [name for name in _LEFT_OPEN if is_given(self.config.origins.get(name))]
+        without = f", without {' and '.join(map(spell, given))}" if given else ""
+        return "{} ranks with {}".format(*min(options)) + without if options else ""
 
     def _worded(self, text: str) -> str:
         """Return flags that have the effect of ``text`` behind the run's own."""
         now, more = self.config.recompute, "--recompute-interval 1"
         more += " --recompute-granularity full" * (now.recompute_granularity != "full")
         more += " --recompute-method None --recompute-num-layers None" * (now.recompute_method is not None)
-        return text.replace("--recompute-interval 1", more)
+        mode = self.config.sharding.gradient_merge_mode if "--sharding-stage" in text else "micro_batch"
+        return text.replace("--recompute-interval 1", more) + " --gradient-merge-mode micro_batch" * (mode == "step")
 
     def _largest_mp(self, flags: Mapping[str, Any], worlds: Sequence[int]) -> int:
         """Return the largest degree of mp inside a node that the rules accept on some world; 0 if there is none.

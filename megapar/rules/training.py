@@ -21,6 +21,11 @@ def _step_size(f: Facts) -> int:
     return int(f.micro_batch_size * f.data_ranks)
 
 
+def _decay_is_known(f: Facts) -> bool:
+    """Return True if --lr-decay-iters is set, or does not depend on the data."""
+    return f.train_epochs == 0 or "lr_decay_iters" in f.given
+
+
 def _is_interval(text: str, sign: str, low: int = 0) -> bool:
     """Return True for two whole numbers with a sign between them, of which the second is not below the first."""
     first, _, last = text.partition(sign)
@@ -268,8 +273,8 @@ RULES: tuple[Rule, ...] = (
     ),
     _row(
         id="warmup",
-        reads=("lr_warmup_iters", "lr_decay_iters", "lr_decay_style", "train_epochs"),
-        when=lambda f: f.train_epochs == 0 and f.lr_decay_style != "constant",  # else the steps are not known yet
+        reads=("lr_warmup_iters", "lr_decay_iters", "lr_decay_style", "train_epochs", "given"),
+        when=lambda f: _decay_is_known(f) and f.lr_decay_style != "constant",
         requires=lambda f: f.lr_warmup_iters < f.lr_decay_iters,
         message="--lr-warmup-iters must be below --lr-decay-iters",
         fix=lambda f: f"Choose --lr-warmup-iters 0 to {f.lr_decay_iters - 1}.",
@@ -278,8 +283,8 @@ RULES: tuple[Rule, ...] = (
     ),
     _row(
         id="wsd-decay",
-        reads=("lr_decay_style", "lr_wsd_decay_iters", "lr_warmup_iters", "lr_decay_iters", "train_epochs"),
-        when=lambda f: f.train_epochs == 0 and f.lr_decay_style == "wsd",
+        reads=("lr_decay_style", "lr_wsd_decay_iters", "lr_warmup_iters", "lr_decay_iters", "train_epochs", "given"),
+        when=lambda f: _decay_is_known(f) and f.lr_decay_style == "wsd",
         requires=lambda f: f.lr_warmup_iters + f.lr_wsd_decay_iters <= f.lr_decay_iters,
         message="--lr-warmup-iters + --lr-wsd-decay-iters must be at most --lr-decay-iters",
         fix=lambda f: f"Choose --lr-wsd-decay-iters 1 to {max(1, f.lr_decay_iters - f.lr_warmup_iters)}.",

@@ -27,7 +27,7 @@ FACTS = (
     "kind", "sharding_requested", "dp_requested", "data_ranks", "not_default", "requested", "given",
     "launched_size", "export_class", "remote_paths",
 )  # fmt: skip
-_SILENT = ("kind", "not_default", "requested", "given")
+_SILENT = ("kind", "not_default", "requested", "given", "train_epochs")
 
 
 class Facts:

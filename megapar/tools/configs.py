@@ -114,19 +114,18 @@ def _yaml(value: Any) -> str:
         return value
     if isinstance(value, float) and "." not in (text := repr(value)):
         return text.replace("e", ".0e")  # YAML 1.1 reads 1e-06 as text
+    words = value if isinstance(value, tuple) else (value,)
     # YAML would read JSON's two escapes of a character beyond 16 bits as two characters.
-    return json.dumps(list(value) if isinstance(value, tuple) else value, ensure_ascii=not str(value).isprintable())
+    plain = all(str(word).isprintable() for word in words)
+    return json.dumps(list(value) if isinstance(value, tuple) else value, ensure_ascii=not plain)
 
 
 def listing() -> str:
     """Return a line for each configuration: its name, its model, and the first sentence of its header."""
     names = preset_names()
     width = max(map(len, names), default=0)
-    return "\n".join(f"{name:{width}}  {_model(text):5}  {header_title(text)}" for name, text in _texts(names))
-
-
-def _texts(names: Sequence[str]) -> list[tuple[str, str]]:
-    return [(name, (FOLDER / f"{name}{SUFFIX}").read_text(encoding="utf-8")) for name in names]
+    texts = {name: (FOLDER / f"{name}{SUFFIX}").read_text(encoding="utf-8") for name in names}
+    return "\n".join(f"{name:{width}}  {_model(text):5}  {header_title(text)}" for name, text in texts.items())
 
 
 def _model(text: str) -> str:

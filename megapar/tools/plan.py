@@ -29,7 +29,7 @@ from megapar.tools.parser import Parser, count
 
 if TYPE_CHECKING:
     from megapar.planning.plan import Plan
-    from megapar.planning.search import Search
+    from megapar.planning.search import Result, Search
     from megapar.planning.variation import Variations
 
 MODELS = {"moe": ("moe", ()), "ernie": ("ernie", ()), "ernie3": ("ernie", ("--ernie-model", "ernie3"))}
@@ -67,7 +67,7 @@ def make_parser() -> argparse.ArgumentParser:
             "--config llama-3-8b --device-kind h200 --html plan.html",
         ),
         epilog="Exit status: 0 planned, 3 planned but does not fit (--search: no layout fits), 2 refused (--search: no "
-        "layout is legal), 1 if a trace fails or --svg cannot be written.",
+        "layout is legal), 1 if a trace fails or a file cannot be written.",
     )
     add = parser.add_argument
     add("--model", choices=sorted(MODELS), help="the model of the flags that follow (default: the file's, else moe)")
@@ -156,7 +156,8 @@ def _refuse_unused(args: argparse.Namespace) -> None:
     if names:
         message = f"{', '.join(names)}: no effect here."
         fix = (
-            "--write is for --search, --svg and --chunk-costs for --show-schedule, the others for a plan, not as JSON."
+            "--write is for --search; --svg and --chunk-costs are for --show-schedule, which takes none of the others; "
+            "--timeline, --trace and --ranks are for a plan, --ranks not as JSON, --trace-rank with --trace."
         )
         raise ConfigError([Complaint("plan-unused", message, fix)])
 
@@ -227,7 +228,7 @@ def _write(path: Path, text: str) -> None:
     """Write an output file, complete or not at all. Raises MegaparError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_file(path.resolve(), text.encode(errors="replace"))
+        write_file(path if path.exists() and not path.is_file() else path.resolve(), text.encode(errors="replace"))
     except OSError as error:
         raise OutputError(f"{path} cannot be written: {error.strerror or error}") from error
     sys.stderr.write(f"wrote {path}\n")
@@ -241,6 +242,7 @@ def _search(
     from megapar.planning.knobs import DROPPED, Scope
     from megapar.planning.search import Search, describe, launch_command, to_dict, why_none
     from megapar.planning.variation import Variations
+    from megapar.training.building.device_choices import assumed_node
 
     config = _without_layout(kind, line)
     check_named(config, named)
@@ -255,20 +257,20 @@ def _search(
         return REFUSED
     near, command = [], ""
     if search.best:
-        first = search.offered[0].candidate
-        near = list(search.neighbours(first))
-        command = launch_command(first, variations, line[:-1], world, node)
+        best = search.offered[0]
+        near = list(search.neighbours(best.candidate))
+        local = config.parallel.ranks_per_node or assumed_node(device, world)
+        command = launch_command(best.candidate, variations, line[:-1], world, local)
     text = json.dumps(to_dict(search, near, command)) + "\n" if args.json else describe(search, near, command)
     sys.stdout.write(text)
     if search.best:
-        _write_best(search, variations, command, args)
+        _write_best(search, best, variations, command, args)
         return 0
     return DOES_NOT_FIT if any(result.plan is not None for result in search.results.values()) else REFUSED
 
 
-def _write_best(search: Search, variations: Variations, command: str, args: argparse.Namespace) -> None:
+def _write_best(search: Search, best: Result, variations: Variations, command: str, args: argparse.Namespace) -> None:
     """Write the page of a search and the file of its fastest layout, if they were asked for."""
-    best = search.offered[0]
     if args.html is not None and best.plan is not None:
         from megapar.tools.run_page.plan_page import plan_page
 
@@ -279,7 +281,8 @@ def _write_best(search: Search, variations: Variations, command: str, args: argp
         world = search.scope.world_size
         header = f"# The fastest layout of megapar plan --search on {world:,} ranks; pass it after your own --config.\n"
         settings = {"world_size": world, **search.fixed, **variations.unstated(best.candidate.flags())}
-        _write(args.write, f"{header}script: {SCRIPTS[variations.kind]}\n" + yaml_of(settings))
+        unset = "".join(f"{name}: null\n" for name, value in settings.items() if value is None)
+        _write(args.write, f"{header}script: {SCRIPTS[variations.kind]}\n" + yaml_of(settings) + unset)
 
 
 def _without_layout(kind: str, line: list[str]) -> Config:

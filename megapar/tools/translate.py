@@ -138,7 +138,8 @@ def main(argv: Sequence[str]) -> int:
         source = _source(options.source, foreign)
     except UnreadableError as error:
         parser.error(str(error))
-    translation = translate_line(_chosen(source))
+    starts = (line for line in source.lines if line.entry is not None and line.entry.model)
+    translation = translate_line(next(starts, source.lines[0]))
     if options.json:
         print(json.dumps([asdict(item) for item in translation.items]))
     else:
@@ -177,11 +178,6 @@ def _source(given: Sequence[str], foreign: Sequence[str]) -> Script:
     assigned = dict(word.split("=", 1) for word in given[1:] if ASSIGNED.match(word))
     positional = [word for word in given[1:] if not ASSIGNED.match(word)]
     return read_source(Path(given[0]), assigned, [*positional, *foreign])
-
-
-def _chosen(source: Script) -> Line:
-    """Return the first line that starts pre-training; the first line if none does."""
-    return next((line for line in source.lines if line.entry is not None and line.entry.model), source.lines[0])
 
 
 def translate_line(line: Line) -> Translation:

@@ -60,6 +60,17 @@ def test_a_tokenizer_is_copied_without_weights(bucket: Location) -> None:
     assert (Path(copied) / "tokenizer.json").read_bytes() == b"two"
 
 
+def test_a_tokenizer_has_its_folders(bucket: Location) -> None:
+    for name in ("plain", "tokenizer.tmp-1"):
+        put(bucket / name / "tokenizer.json", b"one")
+        put(bucket / name / "additional_chat_templates/tools.jinja", b"template")
+    (bucket / "tokenizer.tmp-1").publish(bucket / "tokenizer")
+    for name in ("plain", "tokenizer"):
+        assert (copied := fetched_tokenizer(bucket / name)) is not None
+        assert Path(copied, "additional_chat_templates/tools.jinja").read_bytes() == b"template"
+        assert Path(copied, "tokenizer.json").read_bytes() == b"one"
+
+
 def test_objects_that_change_while_they_are_copied_are_refused(
     bucket: Location, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -370,6 +370,7 @@ def advised(capsys: pytest.CaptureFixture[str], *line: str) -> str:
         (("--recompute-granularity", "selective"), "29"),
         (("--recompute-method", "block", "--recompute-num-layers", "2"), "29"),
         (("--load-optim",), "30"),
+        (("--gradient-merge-mode", "step", "--sharding-stage", "1"), "34"),
     ],
 )
 def test_advice_is_accepted_behind_the_line(
@@ -388,3 +389,5 @@ def test_more_ranks_are_proposed_for_a_small_batch_too(capsys: pytest.CaptureFix
     wider = re.search(r"it would fit on (\d+) ranks with (--[^,]+),", advice)
     assert wider is not None, advice
     assert plan(capsys, *line, *wider[2].split(), "--world-size", wider[1])["fits"]
+    advice = plan(capsys, *line, "--world-size", "8", "--sharding-degree", "2")["advice"]
+    assert f"on {wider[1]} ranks with {wider[2]}, without --sharding-degree," in advice

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import itertools
 import json
 import random
 import shlex
@@ -17,6 +18,7 @@ from typing import Any, cast
 import pytest
 
 from megapar.arguments import FLAGS, Config, parse, resolved_values
+from megapar.config.yaml_file import load_pairs
 from megapar.errors import ConfigError
 from megapar.planning.devices import device_kind
 from megapar.planning.knobs import (
@@ -365,12 +367,25 @@ def test_a_written_layout_has_the_flags_of_the_line(tmp_path: Path, capsys: pyte
     assert json.loads(capsys.readouterr().out)["layout"]["mp"] == 2
 
 
+def test_a_written_layout_unsets_what_a_file_sets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, own = tmp_path / "f.yaml", tmp_path / "own.yaml"
+    own.write_text("recompute_interval: 1\nrecompute_method: block\nrecompute_num_layers: 1\n", encoding="utf-8")
+    line = ("--config", "tiny", "--config", str(own), "--global-batch-size", "32", "--world-size", "4")
+    assert main(["plan", *line, "--search", "--json", "--write", str(file)]) == 0
+    command = shlex.split(json.loads(capsys.readouterr().out)["command"])
+    settings = dict(load_pairs(file.read_text(encoding="utf-8")))
+    unset = [flag for flag, value in itertools.pairwise(command) if value == "None"]
+    assert unset == ["--" + name.replace("_", "-") for name, value in settings.items() if value is None]
+    assert "--recompute-method" in unset
+
+
 @pytest.mark.parametrize(
     ("world", "flags", "start"),
     [
         (12, (), "--nproc-per-node 6 --nnodes 2 "),
         (8, ("--ranks-per-node", "2"), "--nproc-per-node 2 --nnodes 4 "),
         (64, (), "--nproc-per-node 8 --nnodes 8 "),
+        (4, ("--device-kind", "cpu"), "--nproc-per-node 4 pretrain_moe.py "),
     ],
 )
 def test_the_command_starts_the_ranks_of_the_layout(world: int, flags: tuple[str, ...], start: str) -> None:

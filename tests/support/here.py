@@ -23,7 +23,7 @@ def run_here(root: Path, *flags: str, **environ: str) -> Outcome:
     """
     line = last_wins((*SMALL["moe"], *COMMON), (*BASE, "--save", str(root), *flags))
     with patch.dict(os.environ, environ):
-        return train(parse("moe", line, {}), keep_records=True)
+        return train(parse("moe", line, environ), keep_records=True)
 
 
 def losses(outcome: Outcome) -> dict[int, float]:

@@ -145,3 +145,4 @@ def test_the_package_runs_as_a_module() -> None:
 )
 def test_text_of_a_written_file_is_read_as_it_was(text: str) -> None:
     assert dict(load_pairs(yaml_of({"save": text}))) == {"save": text}
+    assert dict(load_pairs(yaml_of({"data_path": (text, "b")}))) == {"data_path": [text, "b"]}

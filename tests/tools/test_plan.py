@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -41,6 +43,17 @@ def test_a_picture_that_cannot_be_written_ends_in_no_traceback(
     svg = tmp_path / "file" / "schedule.svg"
     assert plan("--svg", str(svg), "pretrain_moe.py", *FOUR, "--gradient-merge-acc-step", "8") == 1
     assert f"{svg} cannot be written: File exists" in capsys.readouterr().err
+
+
+def test_a_picture_for_a_pipe_is_sent_through_it(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with ThreadPoolExecutor(1) as reader:
+        read = reader.submit(pipe.read_text)
+        assert plan("--svg", str(pipe), "pretrain_moe.py", *FOUR, "--gradient-merge-acc-step", "8") == 0
+        assert read.result(timeout=60).startswith("<svg")
+    assert pipe.is_fifo()
+    assert list(tmp_path.iterdir()) == [pipe]
 
 
 def test_a_single_stage_has_no_picture_and_a_folder_is_made(tmp_path: Path) -> None:
@@ -178,6 +191,12 @@ def test_options_without_an_effect_are_refused(flags: list[str], capsys: pytest.
     assert main(["plan", "--config", "tiny", *flags]) == 2
     assert "no effect here" in capsys.readouterr().err
     assert not list(Path.cwd().glob("a.*"))
+
+
+def test_ranks_are_drawn_in_their_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = ("--config", "tiny", "--global-batch-size", "32", "--world-size", "8", "--ranks-per-node", "2")
+    assert main(["plan", *line, "--mp-degree", "1", "--pp-degree", "1", "--html", str(tmp_path / "p.html")]) == 0
+    assert "nodes of 2 ranks" in (tmp_path / "p.html").read_text()
 
 
 def test_the_pages_show_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

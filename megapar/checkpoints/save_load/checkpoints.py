@@ -104,7 +104,7 @@ class Checkpoints:
         folder: The newest checkpoint that this start saved.
         resumed_from: The checkpoint that was loaded.
         lineage: Names of the checkpoints on this run's lineage.
-        limits: Folder of checkpoints -> those in it that the run may resume from. Others may contain a fault.
+        limits: Resolved folder of checkpoints -> those in it that the run may resume from. Others may contain a fault.
         owner: Ownership of the folder of --save, on rank 0.
     """
 

@@ -13,6 +13,7 @@ from megapar.checkpoints.format.faults import RECORD
 from megapar.checkpoints.save_load import state
 from megapar.checkpoints.save_load.background import Background, Section, unwatched
 from megapar.checkpoints.save_load.local import LocalCheckpoint, LocalCheckpoints
+from megapar.core.comm import json_messages
 from megapar.core.comm.world import World
 from megapar.errors import TrainingError
 from megapar.launch_environment import equal_nodes, launch_id
@@ -52,7 +53,7 @@ class LocalSaves:
         self._background.wait_for_copy()
 
     def join_save(self) -> None:
-        """Wait for the save in progress. If this node's memory is full, log a warning and continue training."""
+        """Wait for the save in progress. If a node has no room for it or for a copy, log a warning and train on."""
         written = self._background.join()
         if written is None or written.error is None:
             return
@@ -94,21 +95,24 @@ def make(config: Config, job: Job, job_name: str, section: Section = unwatched) 
     facts = {"model": job.sizes.facts(), "grid": state.grid_facts(job), "states": state.state_dtypes(job)}
     group = world.spare_group("local")
     size = world.grid.world_size
+    own = equal_nodes(os.environ) or 0
+    counts = {own} if group is None else set(json_messages.all_gather(own, group))
+    pair = _neighbour(world, own if len(counts) == 1 else 0)  # nodes of several sizes have no pairs
     launch, private = launch_id(os.environ), not options.local_checkpoint_dir
     try:
-        local = LocalCheckpoints(root, job_name, world.rank, size, _neighbour(world), facts, group, launch, private)
+        local = LocalCheckpoints(root, job_name, world.rank, size, pair, facts, group, launch, private)
     except OSError as error:
         fix = "Point --local-checkpoint-dir at a folder in each node's memory that can be written"
         return None, f"WARNING: no local checkpoints: {error}. {fix}"
     world.on_leave.append(local.release)
-    return LocalSaves(local, options.local_checkpoint_interval, job, section), ""
+    alone = "" if len(counts) == 1 else "WARNING: local checkpoints have no copies, because nodes differ in ranks"
+    return LocalSaves(local, options.local_checkpoint_interval, job, section), alone
 
 
-def _neighbour(world: World) -> tuple[int, int] | None:
+def _neighbour(world: World, per_node: int) -> tuple[int, int] | None:
     """Return the ranks in this rank's place on (the next node, the previous node), None on one node or unequal ones."""
     size = world.grid.world_size
-    per_node = equal_nodes(os.environ) or size  # unequal nodes have no pairs
-    if per_node >= size:
+    if not 0 < per_node < size:
         return None
     position = world.launched[world.rank]
     return world.launched.index((position + per_node) % size), world.launched.index((position - per_node) % size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any, TypeAlias
 
 import torch
@@ -196,16 +197,13 @@ def find_reads(layout: CheckpointLayout, shard: Shard) -> list[Read]:
         if part is not None:
             reads.append(Read(layout.files[file], shard.name, entry.dtype, piece, part))
     covered = sum(read.part.numel for read in reads)
-    if covered != shard.box.numel or (isinstance(tiling, BoxList) and _any_meet([read.part for read in reads])):
+    meet = (a.part.meet(b.part) is not None for a, b in combinations(reads, 2))
+    if covered != shard.box.numel or (isinstance(tiling, BoxList) and any(meet)):
         raise CheckpointError(
             f"{shard.name}: stored pieces hold {covered} of the {shard.box.numel} elements of {shard.box}"
             + ("" if covered < shard.box.numel else ", some of them twice")
         )
     return reads
-
-
-def _any_meet(boxes: Sequence[Box]) -> bool:
-    return any(box.meet(other) is not None for i, box in enumerate(boxes) for other in boxes[i + 1 :])
 
 
 def _check_targets(folder: Place, layout: CheckpointLayout, targets: Iterable[Shard]) -> None:
@@ -214,17 +212,14 @@ def _check_targets(folder: Place, layout: CheckpointLayout, targets: Iterable[Sh
         entry = layout.tensors.get(shard.name)
         if entry is None:
             missing.append(shard.name)
-        elif entry.shape != tuple(shard.shape) or not _takes(shard, entry.dtype):
+            continue
+        dtypes = {entry.dtype, shard.tensor.dtype}
+        if entry.shape != tuple(shard.shape) or not (len(dtypes) == 1 or (shard.casts and dtypes <= _CAST)):
             wrong.append(_mismatch(entry, shard))
     if missing:
         raise CheckpointMismatchError(f"{folder} does not contain tensors that this run has: {listed(missing, SHOWN)}")
     if wrong:
         raise CheckpointMismatchError(f"{folder} contains tensors of another shape or dtype: {listed(wrong, SHOWN)}")
-
-
-def _takes(shard: Shard, stored: torch.dtype) -> bool:
-    """Return True if a target may be filled from a tensor of this dtype."""
-    return stored == shard.tensor.dtype or (shard.casts and {stored, shard.tensor.dtype} <= _CAST)
 
 
 def _mismatch(entry: TensorEntry, shard: Shard) -> str:

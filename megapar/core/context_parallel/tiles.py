@@ -47,7 +47,8 @@ def local_tiles(layout: SequenceLayout, rank: int, mask: AttentionMask) -> list[
     tiles = []
     for sample, ends, seen in mask.groups():
         if not mask.causal:
-            keys = _visible((first, second), seen)
+            # padding is always at the end
+            keys = range(sum(len(range(run.start, min(run.stop, seen))) for run in (first, second)))
             tiles += [Tile(sample, range(held), keys)] if keys else []
             continue
         start = 0
@@ -191,11 +192,6 @@ def _gaps(own: Sequence[range], length: int) -> list[range]:
     first, second = own
     gaps = (range(first.start), range(first.stop, second.start), range(second.stop, length))
     return [gap for gap in gaps if gap]
-
-
-def _visible(runs: Sequence[range], seen: int) -> range:
-    """Return the storage range of a rank's columns that are not padding; padding is always at the end."""
-    return range(sum(len(range(run.start, min(run.stop, seen))) for run in runs))
 
 
 def _rows_before(first: range, second: range, position: int) -> int:

@@ -206,7 +206,7 @@ def device_class(device_type: str) -> DeviceClass:
 
 
 def kind_called(device: str) -> DeviceKind | None:
-    """Return the row for the name that a driver reports, by the longest match of a part; None if there is none."""
+    """Return the row for the name that a driver reports, by the longest match of a part; None for a MIG slice."""
     if " MIG " in device:  # a part of a GPU, with a part of its memory and units
         return None
     fits = {

@@ -15,7 +15,6 @@ Sources: GPipe (arXiv 1811.06965), 1F1B and interleaved (arXiv 2104.04473), zero
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from types import SimpleNamespace
@@ -173,9 +172,8 @@ def _with_communication(
     """
     from torch.distributed.pipelining.schedules import _add_send_recv
 
-    programs = _add_send_recv(orders, lambda chunk: rank_of_chunk(chunk, num_ranks, style), num_chunks)
-    return tuple(_actions(programs[rank]) for rank in range(num_ranks))
-
-
-def _actions(program: Sequence[Any]) -> tuple[Action, ...]:
-    return tuple(Action(a.stage_index, a.computation_type.value, a.microbatch_index) for a in program)
+    programs: Any = _add_send_recv(orders, lambda chunk: rank_of_chunk(chunk, num_ranks, style), num_chunks)
+    return tuple(
+        tuple(Action(a.stage_index, a.computation_type.value, a.microbatch_index) for a in programs[rank])
+        for rank in range(num_ranks)
+    )

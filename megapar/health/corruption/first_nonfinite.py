@@ -75,7 +75,8 @@ def watch(model: Any, units: Sequence[str]) -> Iterator[FirstNonfinite]:
     for name, parameter in model.named_parameters():
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         if nonfinite.first is None and not local.detach().isfinite().all().item():
-            nonfinite.first = (0, -1, -1), f"the parameter {name}"
+            place = places.get(model.get_submodule(name.rpartition(".")[0]), len(order))
+            nonfinite.first = (0, -1, place), f"the parameter {name}"
 
     def hook(name: str) -> Any:
         return lambda module, inputs, output: nonfinite.check(name, output, places.get(module, len(order)))

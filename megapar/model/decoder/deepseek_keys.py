@@ -34,10 +34,6 @@ def _groups(config: Json) -> int:
     return int(groups) if limited and chosen < groups else 1
 
 
-def _chosen_groups(config: Json) -> int:
-    return int(config["topk_group"]) if _groups(config) > 1 else 1
-
-
 def _greedy(config: Json) -> str:
     method = config["topk_method"]
     return "" if method in ("greedy", "group_limited_greedy") else "and only greedy choices are supported"
@@ -59,7 +55,7 @@ def _groups_settings(score_topk: int, alone: int | None) -> tuple[Setting, ...]:
 
     return (
         key("n_group", "moe_router_num_groups", _groups),
-        key("topk_group", "moe_router_group_topk", _chosen_groups),
+        key("topk_group", "moe_router_group_topk", lambda c: int(c["topk_group"]) if _groups(c) > 1 else 1),
         Setting(
             "topk_group",
             OPTIONAL_SIZE,

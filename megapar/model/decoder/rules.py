@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 
 from megapar.model.decoder.layer_pattern import layers_of, listed, to_pattern
@@ -62,16 +63,16 @@ def _pattern_example(f: Facts) -> str:
     return "+".join(f"[{kind}]*{number}" for kind, number in runs) + " and --first-k-dense 0" * (f.first_k_dense > 0)
 
 
-def _group_numbers(f: Facts) -> str:
-    """Return the legal numbers of groups for --moe-router-group-topk."""
-    chosen = f.moe_router_group_topk
-    return either(n for n in divisors(f.num_experts) if n > chosen or n == chosen == 1)
+def _from_groups(f: Facts, groups: int, chosen: int) -> bool:
+    """Return True if the choices can come from ``chosen`` of this number of groups, all of them only if it is one."""
+    even = f.moe_router_group_score_topk > 0 or f.moe_router_topk % chosen == 0
+    fewer = chosen < groups and even and f.moe_router_topk <= chosen * (f.num_experts // groups)
+    return chosen == groups == 1 or (fewer and f.moe_router_group_score_topk * groups <= f.num_experts)
 
 
-def _group_topks(f: Facts) -> str:
-    """Return the legal values of --moe-router-group-topk below the number of groups."""
-    size, chosen = f.num_experts // f.moe_router_num_groups, f.moe_router_topk
-    return either(n for n in divisors(chosen) if n < f.moe_router_num_groups and chosen <= n * size)
+def _choose_groups(flag: str, values: Iterable[int]) -> str:
+    legal = list(values)
+    return f"Choose {flag} {either(legal)}, or leave the flags of groups out." if legal else "Leave the groups out."
 
 
 def _wrong_window(f: Facts) -> str:
@@ -500,13 +501,16 @@ RULES: tuple[Rule, ...] = (
     ),
     _rule(
         id="router-groups",
-        reads=("moe_router_num_groups", "moe_router_group_topk", "num_experts"),
+        reads=(*_GROUPS, "num_experts", "moe_router_topk"),
         when=lambda f: f.num_experts > 0,
         requires=lambda f: (
             f.num_experts % f.moe_router_num_groups == 0 and f.moe_router_group_topk <= f.moe_router_num_groups
         ),
         message="--moe-router-num-groups must divide --num-experts and be at least --moe-router-group-topk",
-        fix=lambda f: f"Choose --moe-router-num-groups {_group_numbers(f)}, or leave the flags of groups out.",
+        fix=lambda f: _choose_groups(
+            "--moe-router-num-groups",
+            (n for n in divisors(f.num_experts) if _from_groups(f, n, f.moe_router_group_topk)),
+        ),
         source="DeepSeek-V3",
         passing="--num-experts 8 --moe-router-num-groups 4 --moe-router-group-topk 2",
         failing="--num-experts 8 --moe-router-num-groups 3 --moe-router-group-topk 1",
@@ -524,7 +528,10 @@ RULES: tuple[Rule, ...] = (
         ),
         message="the choices come evenly from the groups: --moe-router-group-topk must divide --moe-router-topk unless "
         "--moe-router-group-score-topk says how a group is scored, and the groups must have enough experts",
-        fix=lambda f: f"Choose --moe-router-group-topk {_group_topks(f)}, or leave the flags of groups out.",
+        fix=lambda f: _choose_groups(
+            "--moe-router-group-topk",
+            (n for n in range(1, f.moe_router_num_groups) if _from_groups(f, f.moe_router_num_groups, n)),
+        ),
         source="DeepSeek-V3",
         passing="--num-experts 8 --moe-router-topk 4 --moe-router-num-groups 4 --moe-router-group-topk 2",
         failing="--num-experts 8 --moe-router-topk 3 --moe-router-num-groups 4 --moe-router-group-topk 2",

@@ -166,6 +166,7 @@ RULES: tuple[Rule, ...] = (
         ("seq_length", "generation_segments", "mp_degree", "sequence_parallel"),
         "--seq-length 128 --generation-segments 3",
         "--seq-length 128 --generation-segments 2 --memory-length 64",
+        when=lambda f: _segmented(f, 1),  # else --seq-length is refused
         requires=lambda f: _segmented(f, f.generation_segments),
         message="--generation-segments, under sequence parallelism times mp, must divide --seq-length",
         fix=lambda f: f"Choose --generation-segments {either(n for n in (1, 2, 4, 8) if _segmented(f, n))}.",

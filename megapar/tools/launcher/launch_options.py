@@ -185,7 +185,7 @@ def make_parser() -> argparse.ArgumentParser:
         action=argparse.BooleanOptionalAction,
         default=None,
         help="fork ranks from one process per node that has imported torch, so that a restart takes about half a "
-        "second (default: on for megapar's own scripts, unless torch_npu is installed)",
+        "second (default: on for megapar's own scripts and commands on Linux, unless torch_npu is installed)",
     )
     add(
         "--preflight",

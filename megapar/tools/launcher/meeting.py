@@ -69,7 +69,7 @@ def meet_by_file(path: str, local_addr: str) -> MeetingPlace:
     address = local_addr or _address_of(socket.gethostname())
     if not local_addr and address.startswith("127."):
         name = socket.gethostname()
-        raise DistributedError(f"{name} is {address} here, which no other node can reach: set --local-addr.")
+        raise DistributedError(f"{name} is {address} on this machine, which no other node can reach: set --local-addr.")
     return MeetingPlace(FileStore(path), path, address)
 
 

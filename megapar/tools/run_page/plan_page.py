@@ -32,7 +32,7 @@ def plan_page(plan: Plan, search: Search | None = None, command: str = "") -> st
         ),
         PageSection("Memory", [figure for figure in _memory(plan) if figure]),
         PageSection("Step", [figure for figure in (_step(plan), *_layer(plan)) if figure]),
-        PageSection("Ranks", html=ranks_by_node(plan.config.grid, plan.kind.node)),
+        PageSection("Ranks", html=ranks_by_node(plan.config.grid, plan.run.node)),
     ]
     title = (
         f"megapar plan: {billions(plan.counts.total)} parameters on {plan.config.grid.world_size:,} {plan.kind.name}"

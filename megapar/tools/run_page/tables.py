@@ -94,13 +94,10 @@ def side_by_side(runs: Sequence[RunFolder]) -> str:
         for name, entry in entries.items()
     }
     apart = {flag: row for flag, row in flags.items() if _differ(row)}
-    shown = [entry["flag"] for name, entry in entries.items() if entry["flag"] in apart and _changes_a_run(name)]
+    kept = [n for n in entries if n in _LOADS or n not in FLAGS or FLAGS[n].role not in (roles.LOGS, roles.SAVES)]
+    shown = [entries[name]["flag"] for name in kept if entries[name]["flag"] in apart]
     more = _folded(head, apart, shown, "of files and logs")
     return f"{table}<h2>Flags that differ</h2>{more}" if apart else table
-
-
-def _changes_a_run(name: str) -> bool:
-    return name in _LOADS or name not in FLAGS or FLAGS[name].role not in (roles.LOGS, roles.SAVES)
 
 
 def _differ(row: Sequence[MainFigure]) -> bool:

@@ -64,11 +64,6 @@ def _base_length(value: str, given: Given) -> Decided:
     return OTHER, "", "all samples have the same length"
 
 
-def _stops(given: Given) -> float:
-    """Return the step at which ERNIE 4.5's stable phase ends; 0 if it is not set."""
-    return number(given.get("lr-scheduler", "").partition(":")[2])
-
-
 def _style(value: str, given: Given) -> Decided:
     kind, _, stop = value.partition(":")
     steps = first(given, "max-steps")
@@ -90,7 +85,8 @@ def _style(value: str, given: Given) -> Decided:
 def _fall(value: str, given: Given) -> Decided:
     """Translate the shape of the WSD decay."""
     steps = first(given, "max-steps")
-    if not given.get("lr-scheduler", "").startswith("wsd") or (steps and _stops(given) >= steps):
+    kind, _, stop = given.get("lr-scheduler", "").partition(":")  # the stable phase ends at step ``stop``
+    if not kind.startswith("wsd") or (steps and number(stop) >= steps):
         return UNNECESSARY, "", "the learning rate does not decay in this run"
     if value == "1-sqrt":
         return RENAMED, "--lr-wsd-decay-style minus_sqrt", ""

@@ -234,7 +234,7 @@ def read_source(path: Path, assigned: Mapping[str, str], positional: Sequence[st
     Args:
         path: Shell script, YAML or JSON file.
         assigned: Variables of the shell script that are set from outside.
-        positional: Arguments of the shell script: $1, $2, ...
+        positional: Arguments of the shell script: $1, $2, ...; of YAML or JSON, further arguments.
     """
     try:
         text = text_of(read_given(path, MAX_BYTES))

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from megapar.arguments import Config
 from megapar.compatibility import check
+from megapar.config.draft import is_given
 from megapar.config.run import SFT, DataOptions
 from megapar.data.conversation_blend import ChatOptions, compared, prepared_packs
 from megapar.data.corpus import DEFAULT_SPLIT
@@ -41,7 +42,8 @@ def with_epochs(config: Config, samples: int) -> Config:
         optimizer = replace(optimizer, lr_wsd_decay_iters=max(1, optimizer.lr_decay_iters // 10))
     training = replace(config.training, train_iters=steps)
     settled = replace(config, training=training, optimizer=optimizer, origins={**config.origins, **derived})
-    if refused := check({**settled.values(), "kind": config.kind, "train_epochs": 0}).refused:
+    given = frozenset(name for name, origin in settled.origins.items() if is_given(origin))
+    if refused := check({**settled.values(), "kind": config.kind, "train_epochs": 0, "given": given}).refused:
         raise ConfigError(refused)
     return settled
 

@@ -35,7 +35,7 @@ from megapar.training.building.corpus import make_collate
 from megapar.training.building.device_choices import DispatchChoice, dispatch_choice, kind_of_run, tensor_overlap
 from megapar.training.building.partition import make_layout
 from megapar.training.step.batches import Denominators
-from megapar.training.step.dtypes import dtype_name
+from megapar.training.step.dtypes import dtype_name, with_dtype
 from megapar.training.step.function_runner import make_runner, try_triton
 from megapar.training.step.job import Model
 
@@ -92,7 +92,8 @@ def experts_axis(config: Config, world: World) -> Axis:
 
 def experts_dispatch(config: Config, device: Device) -> DispatchChoice:
     """Return the dispatch of experts that this rank chooses. Raises ConfigError if the requested one does not fit."""
-    return dispatch_choice(config, kind_of_run(config, device.type, device.name), dtype_name(config, device))
+    kind = kind_of_run(with_dtype(config, device), device.type, device.name)
+    return dispatch_choice(config, kind, dtype_name(config, device))
 
 
 def make_overlap(config: Config, world: World) -> Overlap:
@@ -101,7 +102,7 @@ def make_overlap(config: Config, world: World) -> Overlap:
     Raises ConfigError if they are to be fused and the ranks of mp do not share a node.
     """
     device, mp = world.device, world.axis("mp")
-    kind = kind_of_run(config, device.type, device.name)
+    kind = kind_of_run(with_dtype(config, device), device.type, device.name)
     form = tensor_overlap(config, kind, dtype_name(config, device)) if mp.size > 1 else OFF
     if form == FUSED:
         per_node = int(os.environ.get("LOCAL_WORLD_SIZE") or world.grid.world_size)

@@ -22,7 +22,7 @@ from megapar.core.comm import json_messages as messages
 from megapar.core.comm.world import World
 from megapar.core.device.apex import apex_installed
 from megapar.core.device.base import Device
-from megapar.core.device.kinds import TENSORWISE, TERA, device_class
+from megapar.core.device.kinds import TENSORWISE, TERA, device_class, kind_called
 from megapar.core.units import GIBIBYTE
 from megapar.data.corpus import Corpus
 from megapar.data.sample_maker import Content
@@ -36,7 +36,7 @@ from megapar.training.building.device_choices import kind_of_run, unknown_device
 from megapar.training.building.parts import experts_dispatch
 from megapar.training.building.rates import width_lines
 from megapar.training.reports.monitor import Monitor
-from megapar.training.step.dtypes import compute_dtype
+from megapar.training.step.dtypes import compute_dtype, with_dtype
 from megapar.training.step.evaluate import num_evaluated
 from megapar.training.step.job import Job
 from megapar.training.step.schedules import make_progressive
@@ -75,12 +75,13 @@ def opening(
     refused = decision.on and not compiled
     if full or refused:
         yield f"compiled functions: {decision}{', but a rank cannot compile' if refused else ''}"
-    kind = kind_of_run(config, world.device.type, world.device.name)
     if unknown := unknown_device(config, world.device.type, world.device.name):
         yield unknown
     yield from _fp8(config, world.device)
     if full:
-        yield f"attention: {attention_kernels(config, replace(kind, capability=world.device.capability))}"
+        settled = with_dtype(config, world.device)
+        kind = replace(kind_of_run(settled, world.device.type, world.device.name), capability=world.device.capability)
+        yield f"attention: {attention_kernels(settled, kind)}"
     yield from _data(config, corpus)
 
 
@@ -98,9 +99,11 @@ def _fp8(config: Config, device: Device) -> Iterator[str]:
     if device.type == "cpu":
         yield f"fp8: emulated, with dequantized operands in the dtype of the run ({how})"
         return
-    kind = kind_of_run(config, device.type, device.name)
-    peaks = [f"{kind.flops[name] / TERA:,.0f} TFLOP/s in {name}" for name in ("bf16", "fp8") if name in kind.flops]
-    yield f"fp8: {how}; checkpoints keep nothing of it; MFU is of the peak in bf16 ({', '.join(peaks)})"
+    known = kind_called(device.name) is not None or config.runtime.device_tflops is not None
+    flops = kind_of_run(config, device.type, device.name).flops if known else {}
+    peaks = [f"{flops[name] / TERA:,.0f} TFLOP/s in {name}" for name in ("bf16", "fp8") if name in flops]
+    named = f" ({', '.join(peaks)})" if peaks else ""
+    yield f"fp8: {how}; checkpoints keep nothing of it; MFU is of the peak in bf16{named}"
 
 
 def _hosts(host_names: Sequence[str]) -> str:

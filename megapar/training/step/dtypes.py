@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from megapar.arguments import Config
@@ -32,6 +34,11 @@ def dtype_name(config: Config, device: Device) -> str:
     """Return the name of the compute dtype, as ``--dtype`` writes it."""
     computed = compute_dtype(config, device)
     return next(name for name, dtype in DTYPES.items() if dtype == computed)
+
+
+def with_dtype(config: Config, device: Device) -> Config:
+    """Return the configuration with the compute dtype in place of auto; the row of a device may be another's."""
+    return replace(config, training=replace(config.training, dtype=dtype_name(config, device)))
 
 
 def reduce_dtype(config: Config, dtype: torch.dtype) -> torch.dtype:

@@ -210,3 +210,11 @@ def test_a_job_whose_newest_checkpoint_cannot_be_read_is_still_its_own(tmp_path:
         path.write_bytes(b"")
     (complaint,) = check_save(RESTART, values)
     assert "another run, up to iteration 6" in complaint.message
+
+
+def test_a_restart_goes_on_after_the_checkpoint_that_it_began_with_has_been_removed(tmp_path: Path) -> None:
+    run_here(tmp_path, "--exit-interval", "2", **JOB_B)
+    line = ("--load", str(tmp_path), "--ckpt-step", "2", "--keep", "1", "--save-interval", "1")
+    run_here(tmp_path, *line, "--exit-interval", "4", **JOB_A)
+    assert names(tmp_path) == ["4"]
+    assert min(losses(run_here(tmp_path, *line, **RESTART))) == 5

@@ -225,11 +225,35 @@ def test_a_copy_without_room_is_told_and_the_rest_is_kept(tmp_path: Path) -> Non
     assert run_ranks(2, save_without_room_for_a_copy, tmp_path) == [5, 5]
 
 
-@pytest.mark.parametrize(("here", "rank"), [("8", 4), ("4", 8)])
-def test_unequal_nodes_have_no_pairs(monkeypatch: pytest.MonkeyPatch, here: str, rank: int) -> None:
-    for name, value in {"LOCAL_WORLD_SIZE": here, "WORLD_SIZE": "12", "GROUP_WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(name, value)
-    world: Any = SimpleNamespace(grid=SimpleNamespace(world_size=12), launched=tuple(range(12)), rank=rank)
-    assert local_saves._neighbour(world) is None
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "6")
-    assert local_saves._neighbour(world) == ((rank + 6) % 12, (rank - 6) % 12)
+def pair_of_unequal_nodes(rank: int, world_size: int, nodes: tuple[int, ...]) -> Any:
+    """What a rank of nodes of these sizes makes, where launchers do not tell the number of nodes."""
+    own = [size for size in nodes for _ in range(size)][rank]
+    world: Any = SimpleNamespace(
+        **{"grid": SimpleNamespace(world_size=world_size), "launched": tuple(range(world_size)), "rank": rank},
+        **{"on_leave": [], "spare_group": lambda name: dist.group.WORLD, "device": SimpleNamespace(type="cpu")},
+    )
+    options = SimpleNamespace(local_checkpoint_interval=1, local_checkpoint_dir="memory")
+    config: Any = SimpleNamespace(reliability=options)
+    job: Any = SimpleNamespace(world=world, sizes=SimpleNamespace(facts=dict))
+    environ = {"LOCAL_WORLD_SIZE": str(own), "WORLD_SIZE": str(world_size), "GROUP_WORLD_SIZE": ""}
+    with (
+        patch.dict("os.environ", environ),
+        patch.multiple(local_saves.state, grid_facts=lambda job: {}, state_dtypes=lambda job: {}),
+        patch.object(local_saves, "LocalCheckpoints") as made,
+        patch.object(local_saves, "Background"),
+    ):
+        _, note = local_saves.make(config, job, "job")
+    return made.call_args.args[4], note
+
+
+def test_unequal_nodes_have_no_pairs() -> None:
+    assert run_ranks(2, pair_of_unequal_nodes, (1, 1)) == [((1, 1), ""), ((0, 0), "")]
+    note = "WARNING: local checkpoints have no copies, because nodes differ in ranks"
+    assert run_ranks(3, pair_of_unequal_nodes, (1, 2)) == [(None, note)] * 3  # the first one takes them for equal
+
+
+def test_pairs_are_in_the_same_place_of_neighbouring_nodes() -> None:
+    world: Any = SimpleNamespace(grid=SimpleNamespace(world_size=12), launched=tuple(range(12)), rank=4)
+    assert local_saves._neighbour(world, 6) == (10, 10)
+    assert local_saves._neighbour(world, 3) == (7, 1)
+    assert local_saves._neighbour(world, 12) is None

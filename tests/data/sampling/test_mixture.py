@@ -248,7 +248,7 @@ def test_a_word_has_a_name_unless_a_file_has_the_word(tmp_path: Path, monkeypatc
         *(("wiki", "A"), ("a.b-c_1", "x=y"), ("", "./x=y"), ("", "=y"), ("", "x="), ("", "a b=c")),
         *(("", "part=1"), ("", "year=2024")),
     ]
-    assert blend_of(["0.7", "wiki=A", "0.3", "code=B"]) == (
+    assert blend_of(["+0.7", "wiki=A", "0.3", "code=B"]) == (
         (Fraction("0.7"), "A", "wiki"),
         (Fraction("0.3"), "B", "code"),
     )

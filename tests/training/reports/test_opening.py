@@ -24,9 +24,11 @@ from megapar.core.grid import Grid
 from megapar.data import build
 from megapar.data.sample_maker import Content
 from megapar.training.building.corpus import make_corpus
+from megapar.training.building.device_choices import kind_of_run
 from megapar.training.building.parallelize import parallelize
 from megapar.training.reports import opening
 from megapar.training.step.batches import BatchFeed
+from megapar.training.step.dtypes import with_dtype
 from megapar.training.step.progress import Progress
 from tests.support.ranks import run_ranks
 from tests.support.training import SMALL, last_wins
@@ -72,6 +74,16 @@ def test_a_gpu_without_a_row_has_another_ones_speed_and_its_own_kernels() -> Non
     assert not [text for text in said("moe", line) if text.startswith("device: ")]
 
 
+def test_a_gpu_without_a_row_has_its_own_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_Gpu, "name", "Tesla V100-SXM2-16GB")
+    monkeypatch.setattr(_Gpu, "capability", (7, 0))
+    monkeypatch.setattr(_Gpu, "default_dtype", torch.float16)
+    lines = said("moe", "--device-tflops 100 --data-path a.jsonl", device=_Gpu())
+    assert "attention: causal by efficient (today's choice)" in lines
+    config = parse("moe", ["--device-tflops", "100"], {})
+    assert kind_of_run(with_dtype(config, _Gpu()), "cuda", _Gpu.name).title.endswith("with 100 TFLOP/s in fp16")
+
+
 def test_a_model_without_a_row_has_the_figures_of_its_family(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_Gpu, "name", "Ascend910B1")
     lines = said("moe", "--bf16 --data-path a.jsonl", device=_Gpu())
@@ -102,6 +114,9 @@ def test_fp8_is_told_with_its_emulation_or_with_both_peaks(monkeypatch: pytest.M
     (text,) = (one for one in said("moe", f"{line} --bf16", device=_Gpu()) if one.startswith("fp8: "))
     assert text.endswith("MFU is of the peak in bf16 (989 TFLOP/s in bf16, 1,979 TFLOP/s in fp8)")
     assert not [one for one in said("moe", "--data-path a.jsonl") if one.startswith("fp8: ")]
+    monkeypatch.setattr(_Gpu, "name", "NVIDIA GH200 480GB")
+    (text,) = (one for one in said("moe", f"{line} --bf16", device=_Gpu()) if one.startswith("fp8: "))
+    assert text.endswith("MFU is of the peak in bf16")  # whose figures are an H100's
 
 
 def test_versions_hosts_flags_and_data_are_told() -> None:

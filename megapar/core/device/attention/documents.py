@@ -125,7 +125,7 @@ def by_kernel(
     size = v.shape[-1]
     q, k, v, scale = equal_head_dims(q, k, v)
     scaled = {} if scale is None else {"scale": scale}
-    query, key, value = (_with_features_together(_flat(x)) for x in (q, k, v))
+    query, key, value = (_with_features_together(x.transpose(1, 2).flatten(0, 1)) for x in (q, k, v))  # [T, heads, D]
     if dropout or rows is not None:  # torch's function has no such argument, its operator has
         flash = torch.ops.aten._flash_attention_forward
         more = scaled if window is None else {**scaled, "window_size_left": window - 1, "window_size_right": 0}
@@ -136,7 +136,7 @@ def by_kernel(
         left = -1 if window is None else window - 1  # keys before a position; -1 for all
         y = varlen_attention(query, key, value, *starts, *longest, window_size=(left, 0 if causal else -1), **scaled)
     assert isinstance(y, Tensor)
-    return _unflat(cut_features(y, size), q)
+    return cut_features(y, size).view(q.shape[0], q.shape[2], -1, size).transpose(1, 2)
 
 
 def _by_length(form: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, rows: Rows) -> Tensor:
@@ -165,13 +165,3 @@ def _in_row(x: Tensor) -> Tensor:
 def _with_features_together(x: Tensor) -> Tensor:
     """Copy a tensor unless the features of a head are together, which is all that the kernel needs."""
     return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _flat(x: Tensor) -> Tensor:
-    """Reorder [B, heads, S, D] to [T, heads, D]."""
-    return x.transpose(1, 2).flatten(0, 1)
-
-
-def _unflat(y: Tensor, like: Tensor) -> Tensor:
-    """Reorder [T, heads, D] to [B, heads, S, D]."""
-    return y.view(like.shape[0], like.shape[2], *y.shape[1:]).transpose(1, 2)
