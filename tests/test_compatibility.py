@@ -218,6 +218,12 @@ def test_generated_pages_are_fresh() -> None:
         ),
         (
             "moe",
+            "--num-experts 8 --moe-router-topk 2 --moe-router-num-groups 3 --moe-router-group-topk 1 "
+            "--moe-router-group-score-topk 2",
+            "router-group",
+        ),
+        (
+            "moe",
             "--num-experts 8 --moe-router-num-groups 8 --moe-router-group-topk 2 --moe-router-topk 4",
             "router-group",
         ),

@@ -62,7 +62,7 @@ def check_files(values: Mapping[str, Any], *, restart: bool = False) -> Iterator
     for name in ("tokenizer_model", "chat_template", "load", "phrase_file", "entity_file", "triples_file"):
         path = values.get(name)
         # A script that is queued repeatedly uses one folder for --load and --save, which its first run creates.
-        first_run = name == "load" and (restart or _saves_where_it_loads(values))
+        first_run = name == "load" and (restart or same_place(values.get("load"), values.get("save")))
         if path is not None and not at(path).exists() and not first_run:
             yield missing(name, path)
     for name in ("phrase_file", "entity_file", "triples_file"):
@@ -134,7 +134,7 @@ def _loaded(values: Mapping[str, Any]) -> Iterator[Complaint]:
     if foreign := foreign_checkpoint(root):
         yield Complaint("checkpoint-foreign", f"--load {root} is {foreign}.", FOREIGN_FIX)
         return
-    same, step = _saves_where_it_loads(values), values.get("ckpt_step")
+    same, step = same_place(values.get("load"), values.get("save")), values.get("ckpt_step")
     none = [] if same else list(_checkpoint(root))
     none += _only_suspects(root) if step is None else []
     yield from none
@@ -143,10 +143,6 @@ def _loaded(values: Mapping[str, Any]) -> Iterator[Complaint]:
     elif not none and not saved_iterations(root) and (latest := read_latest(root)) is not None:
         message = f"{root / LATEST} names {latest[0]!r}, which is not there, nor is any other checkpoint."
         yield Complaint("checkpoint", message, f"Remove {root / LATEST} to start from nothing.")
-
-
-def _saves_where_it_loads(values: Mapping[str, Any]) -> bool:
-    return same_place(values.get("load"), values.get("save"))
 
 
 def _tokenizer(path: Path) -> Iterator[Complaint]:

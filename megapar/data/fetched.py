@@ -10,7 +10,7 @@ import os
 import shutil
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from megapar.core.units import GIBIBYTE
 from megapar.data.cache import cache_folder, hash_parts, make_once
@@ -65,8 +65,8 @@ def fetched_tokenizer(folder: Location) -> str | None:
         lies = Location(store, store.folder(folder.path))
         names = sorted(name for name in store.walk(folder.path) if name.endswith(_BESIDE_WEIGHTS))
         found = tuple(one for name in names if (one := find(lies / name)) is not None)
-        named = any(one.location.path.match(name) for one in found for name in (FACTS, *TOKENIZER_FILES))
-        return found if named else ()
+        top = [PurePath(name) for name in names if "/" not in name]
+        return found if any(name.match(one) for name in top for one in (FACTS, *TOKENIZER_FILES)) else ()
 
     copied = _copied(folder, files)
     return None if copied is None else str(copied)

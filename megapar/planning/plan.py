@@ -21,7 +21,7 @@ from megapar.planning.memory import StageMemory, stage_memory
 from megapar.planning.planned_run import PlannedRun, Shared
 from megapar.planning.speed import Speed, predict
 from megapar.planning.traffic import Link, host_traffic, link, stage_traffic
-from megapar.planning.variation import changed, differing, widened
+from megapar.planning.variation import AXES, LAYOUT, changed, differing, widened
 from megapar.schema.phase_plan import PhaseSpan
 from megapar.schema.rule import divisors, spell
 from megapar.training.building.device_choices import with_figures
@@ -41,7 +41,7 @@ _SAVINGS: Mapping[str, Mapping[str, Any]] = {
     "--recompute-interval 1 --optimizer-offload": {**_FULL, "optimizer_offload": True},
 }
 """Settings that need less memory, by their flags."""
-_LEFT_OPEN = ("sharding_degree", "dp_degree", "hybrid_dp", "gradient_merge_acc_step")  # by ``widened``, for more ranks
+_LEFT_OPEN = [name for name in LAYOUT if name not in (*AXES, "gradient_merge_mode")]  # by ``widened``
 
 
 class Plan:

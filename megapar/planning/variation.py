@@ -9,6 +9,7 @@ declares (``schema.rule.Facts``), so its outcome cannot depend on anything else.
 from __future__ import annotations
 
 import math
+import os
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
@@ -21,6 +22,7 @@ from megapar.compatibility import RULES, RuleFindings, check
 from megapar.config.config import FLAGS, NOT_BUILT_NOTE, build
 from megapar.config.draft import Draft, is_from_file, is_given
 from megapar.errors import Complaint, ConfigError
+from megapar.launch_environment import ROUND, starts_before
 from megapar.rules.layout import distance, layouts, near_degrees
 from megapar.schema.flag import from_flags
 from megapar.schema.rule import divisors
@@ -253,7 +255,7 @@ def nearest(kind: str, flags: Sequence[str], requested_ranks: int, ranks: int) -
 
     Returns None if no layout is legal. Raises ConfigError if the rules refuse the flags for ``requested_ranks``.
     """
-    requested = parse(kind, flags, {"WORLD_SIZE": str(requested_ranks)})
+    requested = parse(kind, flags, _environ(requested_ranks))
     before = {axis: requested.grid.size(axis) for axis in _WEIGHTS}
 
     # Override a number of ranks that a file or the command line sets.
@@ -300,10 +302,15 @@ def _legal(
     ordered = sorted(candidates, key=lambda degrees: (distance(before, degrees, _WEIGHTS), sorted(degrees.items())))
     for degrees in ordered[:MOST_TRIED]:
         try:
-            parse(kind, line(degrees), {"WORLD_SIZE": str(ranks)}, planning=True)
+            parse(kind, line(degrees), _environ(ranks), planning=True)
         except ConfigError:
             continue
         yield degrees
+
+
+def _environ(ranks: int) -> dict[str, str]:
+    """Return the environment of this job on another number of ranks."""
+    return {"WORLD_SIZE": str(ranks), ROUND: str(starts_before(os.environ))}
 
 
 def _layouts(ranks: int, choices: Mapping[str, Sequence[int]]) -> Iterator[Degrees]:

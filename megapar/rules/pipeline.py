@@ -52,10 +52,6 @@ def _size_meant(f: Facts) -> str:
     return f"Write {size / 2**20:.0f} for {size:.0f} bytes."
 
 
-def _up_to(most: int) -> str:
-    return f"1 to {most}" if most > 1 else "1"
-
-
 def _enough(f: Facts) -> str:
     """Suggest the minimum number of micro-batches."""
     unit = f.micro_batch_size * f.data_ranks
@@ -87,7 +83,8 @@ RULES: tuple[Rule, ...] = (
         requires=lambda f: f.pp_degree * f.vpp_degree <= f.num_layers,
         message="every stage (and chunk) needs at least one layer: pp x vpp must be at most --num-layers",
         fix=lambda f: (
-            f"Choose --pp-degree {_up_to(f.num_layers // f.vpp_degree)}, or --num-layers {f.pp_degree * f.vpp_degree}."
+            f"Choose --pp-degree up to {max(1, f.num_layers // f.vpp_degree)}, or "
+            f"--num-layers {f.pp_degree * f.vpp_degree}."
         ),
         passing="--world-size 4 --pp-degree 4 --num-layers 4",
         failing="--world-size 8 --pp-degree 8 --num-layers 4",

@@ -71,6 +71,12 @@ def test_a_tokenizer_has_its_folders(bucket: Location) -> None:
         assert Path(copied, "tokenizer.json").read_bytes() == b"one"
 
 
+def test_a_tokenizer_in_a_folder_is_not_that_of_the_model(bucket: Location) -> None:
+    put(bucket / "model" / "config.json", b"{}")
+    put(bucket / "model" / "original/tokenizer.model", b"of others")
+    assert fetched_tokenizer(bucket / "model") is None
+
+
 def test_objects_that_change_while_they_are_copied_are_refused(
     bucket: Location, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -391,3 +391,5 @@ def test_more_ranks_are_proposed_for_a_small_batch_too(capsys: pytest.CaptureFix
     assert plan(capsys, *line, *wider[2].split(), "--world-size", wider[1])["fits"]
     advice = plan(capsys, *line, "--world-size", "8", "--sharding-degree", "2")["advice"]
     assert f"on {wider[1]} ranks with {wider[2]}, without --sharding-degree," in advice
+    advice = plan(capsys, *line, "--world-size", "8", "--no-overlap-grad-reduce")["advice"]
+    assert ", without --overlap-grad-reduce, or " in advice

@@ -110,7 +110,7 @@ MISTAKES = [
     ("--world-size 2 --mp-degree 2 --ep-degree 3 --num-experts 9", "Choose --ep-degree 1."),
     ("--world-size 8 --sharding-degree 4", "--world-size 8", "--sharding-degree 4 --hybrid-dp", "start 4 ranks"),
     ("--mp-degree 2", "--world-size 1", "start 2 ranks", "megapar launch --nproc-per-node N"),
-    ("--pp-degree 8 --num-layers 4", "--pp-degree 8", "Choose --pp-degree 1 to 4, or --num-layers 8"),
+    ("--pp-degree 8 --num-layers 4", "--pp-degree 8", "Choose --pp-degree up to 4, or --num-layers 8"),
     ("--hidden-dropout 1.5", "--hidden-dropout must be at most 0.99", "got 1.5"),
     ("--fp8 --device npu --bf16", "--device npu", "Leave --fp8 out"),
     ("--fp8 --hidden-size 192", "--hidden-size 192", "Choose --hidden-size 128 or 256"),

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megapar.checkpoints.format.faults import suspects
 from megapar.checkpoints.format.names import iteration_name
 from megapar.checkpoints.ownership.owner import Owner, acquire_for_all_ranks
 from megapar.checkpoints.ownership.scalars import (
@@ -159,7 +160,8 @@ class Checkpoints:
         if not options.load:
             return None
         root = at(options.load)
-        if self._loads_what_it_saves and options.ckpt_step is None and not any(self._candidates(root)):
+        fresh = self._loads_what_it_saves and options.ckpt_step is None and not any(self._candidates(root))
+        if fresh and not self.on_rank_0(lambda: bool(suspects(root))):
             return None  # scripts usually pass one folder for both, and their first run starts from scratch
         return ResumeSource(root, same_job=False)
 

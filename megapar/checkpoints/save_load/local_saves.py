@@ -96,8 +96,9 @@ def make(config: Config, job: Job, job_name: str, section: Section = unwatched) 
     group = world.spare_group("local")
     size = world.grid.world_size
     own = equal_nodes(os.environ) or 0
-    counts = {own} if group is None else set(json_messages.all_gather(own, group))
-    pair = _neighbour(world, own if len(counts) == 1 else 0)  # nodes of several sizes have no pairs
+    node = [own, os.environ.get("LOCAL_WORLD_SIZE") or ""]
+    equal = group is None or all(other == node for other in json_messages.all_gather(node, group))
+    pair = _neighbour(world, own if equal else 0)  # nodes of several sizes have no pairs
     launch, private = launch_id(os.environ), not options.local_checkpoint_dir
     try:
         local = LocalCheckpoints(root, job_name, world.rank, size, pair, facts, group, launch, private)
@@ -105,7 +106,7 @@ def make(config: Config, job: Job, job_name: str, section: Section = unwatched) 
         fix = "Point --local-checkpoint-dir at a folder in each node's memory that can be written"
         return None, f"WARNING: no local checkpoints: {error}. {fix}"
     world.on_leave.append(local.release)
-    alone = "" if len(counts) == 1 else "WARNING: local checkpoints have no copies, because nodes differ in ranks"
+    alone = "" if equal else "WARNING: local checkpoints have no copies, because nodes differ in ranks"
     return LocalSaves(local, options.local_checkpoint_interval, job, section), alone
 
 

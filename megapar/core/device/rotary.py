@@ -82,13 +82,9 @@ def rotary_heads_in_one_kernel(qkv: Tensor) -> bool:
 def turn_(wide: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate wide [B, S, .., D] in place, in the dtype of its angles."""
     pairs = torch.view_as_complex(wide.view(*wide.shape[:-1], wide.shape[-1] // 2, 2))
-    pairs.mul_(_turn(wide, cos, sin))
+    # [B, S, 1.., D / 2], complex
+    pairs.mul_(torch.complex(cos, sin).view(*cos.shape[:2], *(1,) * (wide.dim() - 3), cos.shape[-1]))
     return wide
-
-
-def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return the factors of the pairs of x [B, S, .., D]: [B, S, 1.., D / 2], complex."""
-    return torch.complex(cos, sin).view(*cos.shape[:2], *(1,) * (x.dim() - 3), cos.shape[-1])
 
 
 def _copied(x: Tensor, dtype: torch.dtype) -> Tensor:

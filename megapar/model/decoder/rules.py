@@ -67,7 +67,8 @@ def _from_groups(f: Facts, groups: int, chosen: int) -> bool:
     """Return True if the choices can come from ``chosen`` of this number of groups, all of them only if it is one."""
     even = f.moe_router_group_score_topk > 0 or f.moe_router_topk % chosen == 0
     fewer = chosen < groups and even and f.moe_router_topk <= chosen * (f.num_experts // groups)
-    return chosen == groups == 1 or (fewer and f.moe_router_group_score_topk * groups <= f.num_experts)
+    whole = chosen == groups == 1 and f.moe_router_group_score_topk == 0
+    return whole or (fewer and f.moe_router_group_score_topk * groups <= f.num_experts)
 
 
 def _choose_groups(flag: str, values: Iterable[int]) -> str:

@@ -5,6 +5,8 @@ Does not import torch, because the entry scripts import this module before the c
 
 from __future__ import annotations
 
+import os
+
 from megapar.arguments import Config
 from megapar.checkpoints.format.names import stored_facts, stored_scalars, stored_schedule
 from megapar.checkpoints.ownership.identity import another_run, match_folder, match_model
@@ -12,6 +14,7 @@ from megapar.config.published import architecture_of, read_config
 from megapar.core.units import MEGABYTE, billions
 from megapar.errors import CheckpointError, Complaint, ConfigError
 from megapar.files.uri import is_stored
+from megapar.launch_environment import starts_before
 from megapar.model.facts import differences
 from megapar.model.published_tensors import PublishedTensors
 from megapar.model.sizes import ModelSizes
@@ -58,7 +61,7 @@ def _check_published(config: Config, sizes: ModelSizes) -> None:
 def _check_saved(config: Config, sizes: ModelSizes) -> str:
     """Refuse a checkpoint of another model, schedule, tokenizer or data; return a line on data not compared, or ""."""
     saved = config.checkpoint
-    if saved.load is None or config.runtime.rules_only:
+    if saved.load is None or config.runtime.rules_only or starts_before(os.environ):  # a restart goes on from its own
         return ""
     if is_stored(saved.load):
         return f"--load {saved.load} is compared when the run starts: nothing is read from a store here\n"

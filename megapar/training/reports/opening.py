@@ -75,11 +75,11 @@ def opening(
     refused = decision.on and not compiled
     if full or refused:
         yield f"compiled functions: {decision}{', but a rank cannot compile' if refused else ''}"
-    if unknown := unknown_device(config, world.device.type, world.device.name):
+    settled = with_dtype(config, world.device)
+    if unknown := unknown_device(settled, world.device.type, world.device.name):
         yield unknown
     yield from _fp8(config, world.device)
     if full:
-        settled = with_dtype(config, world.device)
         kind = replace(kind_of_run(settled, world.device.type, world.device.name), capability=world.device.capability)
         yield f"attention: {attention_kernels(settled, kind)}"
     yield from _data(config, corpus)

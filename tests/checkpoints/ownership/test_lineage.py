@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 
+from megapar.arguments import parse
 from megapar.checkpoints.format.faults import RECORD
 from megapar.checkpoints.ownership.scalars import NAMES, Lineage, names_on_lineage
 from megapar.checkpoints.save_load import folder as folders
@@ -16,9 +19,12 @@ from megapar.checkpoints.save_load.checkpoints import Checkpoints
 from megapar.checkpoints.save_load.local_saves import LocalSaves
 from megapar.checkpoints.save_load.resume import FaultRecovery
 from megapar.config.start import check_save
-from megapar.errors import CheckpointError, UnverifiedError
+from megapar.errors import CheckpointError, ConfigError, UnverifiedError
+from megapar.planning.variation import nearest
+from megapar.tools.pretrain import checked_outline
 from tests.support.damage import flip_bit, reseal
-from tests.support.here import losses, run_here
+from tests.support.here import BASE, losses, run_here
+from tests.support.training import COMMON, SMALL, last_wins
 
 JOB_A, JOB_B = ({"TORCHELASTIC_RUN_ID": f"job-{name}"} for name in "ab")
 RESTART = {**JOB_A, "TORCHELASTIC_RESTART_COUNT": "1"}
@@ -217,4 +223,21 @@ def test_a_restart_goes_on_after_the_checkpoint_that_it_began_with_has_been_remo
     line = ("--load", str(tmp_path), "--ckpt-step", "2", "--keep", "1", "--save-interval", "1")
     run_here(tmp_path, *line, "--exit-interval", "4", **JOB_A)
     assert names(tmp_path) == ["4"]
+    with patch.dict(os.environ, RESTART):  # on fewer ranks, too
+        small = last_wins((*SMALL["moe"], *COMMON), (*BASE, "--save", str(tmp_path), *line))
+        assert nearest("moe", small, 2, 1) is not None
     assert min(losses(run_here(tmp_path, *line, **RESTART))) == 5
+
+
+def test_a_restart_goes_on_whatever_is_now_where_it_began(tmp_path: Path) -> None:
+    base, own = tmp_path / "base", tmp_path / "own"
+    run_here(base, "--exit-interval", "2", **JOB_B)
+    run_here(own, "--load", str(base), "--exit-interval", "4", **JOB_A)
+    shutil.rmtree(base)
+    run_here(base, "--exit-interval", "2", "--hidden-size", "64", **JOB_B)
+    line = last_wins((*SMALL["moe"], *COMMON), (*BASE, "--save", str(own), "--load", str(base)))
+    with pytest.raises(ConfigError, match="another model"):
+        checked_outline(parse("moe", line, {}))
+    with patch.dict(os.environ, RESTART):
+        assert checked_outline(parse("moe", line))
+    assert min(losses(run_here(own, "--load", str(base), **RESTART))) == 5

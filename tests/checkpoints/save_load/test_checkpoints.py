@@ -22,7 +22,7 @@ from megapar.checkpoints.ownership.owner import Owner
 from megapar.checkpoints.save_load import folder as folders
 from megapar.checkpoints.save_load.checkpoints import Checkpoints
 from megapar.core.device.base import Device
-from megapar.errors import CheckpointError, CheckpointMismatchError, MegaparError
+from megapar.errors import CheckpointError, CheckpointMismatchError, ConfigError, MegaparError
 from megapar.files.location import Place, at
 from megapar.health.stop.control import Control, StopSignal
 from megapar.trainer import train
@@ -380,15 +380,28 @@ def test_the_last_line_of_a_run_that_was_stopped_says_how_to_go_on(tmp_path: Pat
 
 
 def test_a_step_that_is_named_must_be_there(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no checkpoint of iteration 4"):
+    with pytest.raises(ConfigError, match="has no checkpoint of --ckpt-step 4"):
         run_here(tmp_path, "--load", str(tmp_path), "--ckpt-step", "4")
+    with pytest.raises(CheckpointError, match="no checkpoint of iteration 4"):
+        run_here(tmp_path, "--load", str(tmp_path), "--ckpt-step", "4", **RESTART)
     assert not list(tmp_path.glob("iter_*"))
 
 
 def test_what_latest_names_must_be_there(tmp_path: Path) -> None:
     (tmp_path / "latest").write_text("iter_0000002")
-    with pytest.raises(CheckpointError, match="iter_0000002"):
+    with pytest.raises(ConfigError, match="latest names 'iter_0000002'"):
         run_here(tmp_path, "--load", str(tmp_path))
+    with pytest.raises(CheckpointError, match="iter_0000002"):
+        run_here(tmp_path, "--load", str(tmp_path), **RESTART)
+
+
+def test_a_restart_with_suspects_alone_does_not_begin_again(tmp_path: Path) -> None:
+    run_here(tmp_path, "--exit-interval", "2")
+    (tmp_path / "iter_0000002").rename(tmp_path / "iter_0000002.suspect")
+    (tmp_path / "latest").unlink()
+    for environ, error in ((RESTART, CheckpointError), ({}, ConfigError)):
+        with pytest.raises(error, match="[Ss]et aside"):
+            run_here(tmp_path, "--load", str(tmp_path), **environ)
 
 
 def test_how_to_go_on_leaves_out_what_would_go_back(tmp_path: Path, told: list[str]) -> None:

@@ -225,8 +225,8 @@ def test_a_copy_without_room_is_told_and_the_rest_is_kept(tmp_path: Path) -> Non
     assert run_ranks(2, save_without_room_for_a_copy, tmp_path) == [5, 5]
 
 
-def pair_of_unequal_nodes(rank: int, world_size: int, nodes: tuple[int, ...]) -> Any:
-    """What a rank of nodes of these sizes makes, where launchers do not tell the number of nodes."""
+def pair_of_nodes(rank: int, world_size: int, nodes: tuple[int, ...], told: str) -> Any:
+    """What a rank of nodes of these sizes makes, from a launcher that may tell their number."""
     own = [size for size in nodes for _ in range(size)][rank]
     world: Any = SimpleNamespace(
         **{"grid": SimpleNamespace(world_size=world_size), "launched": tuple(range(world_size)), "rank": rank},
@@ -235,7 +235,7 @@ def pair_of_unequal_nodes(rank: int, world_size: int, nodes: tuple[int, ...]) ->
     options = SimpleNamespace(local_checkpoint_interval=1, local_checkpoint_dir="memory")
     config: Any = SimpleNamespace(reliability=options)
     job: Any = SimpleNamespace(world=world, sizes=SimpleNamespace(facts=dict))
-    environ = {"LOCAL_WORLD_SIZE": str(own), "WORLD_SIZE": str(world_size), "GROUP_WORLD_SIZE": ""}
+    environ = {"LOCAL_WORLD_SIZE": str(own), "WORLD_SIZE": str(world_size), "GROUP_WORLD_SIZE": told}
     with (
         patch.dict("os.environ", environ),
         patch.multiple(local_saves.state, grid_facts=lambda job: {}, state_dtypes=lambda job: {}),
@@ -246,10 +246,11 @@ def pair_of_unequal_nodes(rank: int, world_size: int, nodes: tuple[int, ...]) ->
     return made.call_args.args[4], note
 
 
-def test_unequal_nodes_have_no_pairs() -> None:
-    assert run_ranks(2, pair_of_unequal_nodes, (1, 1)) == [((1, 1), ""), ((0, 0), "")]
+@pytest.mark.parametrize("told", ["", "2"])
+def test_unequal_nodes_have_no_pairs(told: str) -> None:
+    assert run_ranks(2, pair_of_nodes, (1, 1), told) == [((1, 1), ""), ((0, 0), "")]
     note = "WARNING: local checkpoints have no copies, because nodes differ in ranks"
-    assert run_ranks(3, pair_of_unequal_nodes, (1, 2)) == [(None, note)] * 3  # the first one takes them for equal
+    assert run_ranks(3, pair_of_nodes, (1, 2), told) == [(None, note)] * 3  # untold, the first takes them for equal
 
 
 def test_pairs_are_in_the_same_place_of_neighbouring_nodes() -> None:

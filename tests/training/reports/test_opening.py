@@ -80,6 +80,7 @@ def test_a_gpu_without_a_row_has_its_own_dtype(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(_Gpu, "default_dtype", torch.float16)
     lines = said("moe", "--device-tflops 100 --data-path a.jsonl", device=_Gpu())
     assert "attention: causal by efficient (today's choice)" in lines
+    assert any("take the figures of h100-80g with 100 TFLOP/s in fp16" in text for text in lines)
     config = parse("moe", ["--device-tflops", "100"], {})
     assert kind_of_run(with_dtype(config, _Gpu()), "cuda", _Gpu.name).title.endswith("with 100 TFLOP/s in fp16")
 

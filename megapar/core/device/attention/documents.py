@@ -125,7 +125,8 @@ def by_kernel(
     size = v.shape[-1]
     q, k, v, scale = equal_head_dims(q, k, v)
     scaled = {} if scale is None else {"scale": scale}
-    query, key, value = (_with_features_together(x.transpose(1, 2).flatten(0, 1)) for x in (q, k, v))  # [T, heads, D]
+    packed = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]  # [T, heads, D]
+    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in packed)  # all that the kernel needs
     if dropout or rows is not None:  # torch's function has no such argument, its operator has
         flash = torch.ops.aten._flash_attention_forward
         more = scaled if window is None else {**scaled, "window_size_left": window - 1, "window_size_right": 0}
@@ -160,8 +161,3 @@ def _in_row(x: Tensor) -> Tensor:
     """Reorder [B, heads, S, D] to [1, B S, heads, D]."""
     x = x.transpose(1, 2)
     return x if x.shape[0] == 1 else x.flatten(0, 1)[None]
-
-
-def _with_features_together(x: Tensor) -> Tensor:
-    """Copy a tensor unless the features of a head are together, which is all that the kernel needs."""
-    return x if x.stride(-1) == 1 else x.contiguous()
