@@ -9,7 +9,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from megapar.arguments import Config
-from megapar.config.config import NOT_BUILT_NOTE
+from megapar.config.config import FLAGS, NOT_BUILT_NOTE
 from megapar.config.draft import is_given
 from megapar.core.device.kinds import DeviceKind, fp8_needs
 from megapar.core.units import GIBIBYTE
@@ -21,9 +21,9 @@ from megapar.planning.memory import StageMemory, stage_memory
 from megapar.planning.planned_run import PlannedRun, Shared
 from megapar.planning.speed import Speed, predict
 from megapar.planning.traffic import Link, host_traffic, link, stage_traffic
-from megapar.planning.variation import AXES, LAYOUT, changed, differing, widened
+from megapar.planning.variation import LEFT_OPEN, changed, differing, widened
 from megapar.schema.phase_plan import PhaseSpan
-from megapar.schema.rule import divisors, spell
+from megapar.schema.rule import divisors
 from megapar.training.building.device_choices import with_figures
 
 SECONDS_PER_DAY = 86400
@@ -41,7 +41,6 @@ _SAVINGS: Mapping[str, Mapping[str, Any]] = {
     "--recompute-interval 1 --optimizer-offload": {**_FULL, "optimizer_offload": True},
 }
 """Settings that need less memory, by their flags."""
-_LEFT_OPEN = [name for name in LAYOUT if name not in (*AXES, "gradient_merge_mode")]  # by ``widened``
 
 
 class Plan:
@@ -198,8 +197,9 @@ class Plan:
             place = bisect_left(legal, True, key=partial(self._fits_on, flags))
             if place < len(legal):
                 options.append((legal[place], self._worded(text)))
-        given = [name for name in _LEFT_OPEN if is_given(self.config.origins.get(name))]
-        without = f", without {' and '.join(map(spell, given))}" if given else ""
+        given = [FLAGS[name] for name in LEFT_OPEN if is_given(self.config.origins.get(name))]
+        words = [one.negation if self.config.value(one.name) in (False, "off") else one.spelling for one in given]
+        without = f", without {' and '.join(words)}" if words else ""
         return "{} ranks with {}".format(*min(options)) + without if options else ""
 
     def _worded(self, text: str) -> str:

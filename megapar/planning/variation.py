@@ -33,6 +33,7 @@ LAYOUT = (
     *(*AXES, "sharding_degree", "dp_degree", "hybrid_dp", "gradient_merge_acc_step", "gradient_merge_mode"),
     *("overlap_grad_reduce", "overlap_param_gather"),
 )
+LEFT_OPEN = tuple(name for name in LAYOUT if name not in (*AXES, "gradient_merge_mode"))  # by ``widened``
 # Changing how the model is split affects memory and speed more than changing the number of replicas.
 _WEIGHTS = {"mp": 8.0, "pp": 8.0, "cp": 8.0, "ep": 4.0, "sharding": 2.0, "dp": 1.0}
 FLAGGED = ("mp", "pp", "cp", "ep", "sharding")
@@ -68,7 +69,7 @@ def changed(config: Config, flags: Mapping[str, Any]) -> Config | None:
 
 def widened(config: Config, flags: Mapping[str, Any], world_size: int) -> Config | None:
     """Return the same model and axes on more ranks, used for sharding, with other settings; None if it is refused."""
-    kept = {name: value for name, value in _given(config).items() if name in AXES or name not in LAYOUT}
+    kept = {name: value for name, value in _given(config).items() if name not in LEFT_OPEN}
     return _resolved(config, {**kept, **flags}, world_size)
 
 

@@ -392,4 +392,15 @@ def test_more_ranks_are_proposed_for_a_small_batch_too(capsys: pytest.CaptureFix
     advice = plan(capsys, *line, "--world-size", "8", "--sharding-degree", "2")["advice"]
     assert f"on {wider[1]} ranks with {wider[2]}, without --sharding-degree," in advice
     advice = plan(capsys, *line, "--world-size", "8", "--no-overlap-grad-reduce")["advice"]
-    assert ", without --overlap-grad-reduce, or " in advice
+    assert ", without --no-overlap-grad-reduce, or " in advice
+
+
+@pytest.mark.parametrize("memory", ["10", "14"])
+def test_advice_on_more_ranks_keeps_the_merge_mode_of_the_line(memory: str, capsys: pytest.CaptureFixture[str]) -> None:
+    line = ("--config", "llama-3-8b", "--global-batch-size", "64", "--micro-batch-size", "1")
+    line += ("--device-kind", "a100-40g", "--device-memory-gib", memory)
+    line += ("--sharding-stage", "2", "--gradient-merge-mode", "step")
+    advice = plan(capsys, *line, "--world-size", "8")["advice"]
+    wider = re.search(r"it would fit on (\d+) ranks with (--[^,]+),", advice)
+    assert wider is not None, advice
+    assert plan(capsys, *line, *wider[2].split(), "--world-size", wider[1])["fits"]

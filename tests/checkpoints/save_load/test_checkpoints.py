@@ -400,7 +400,7 @@ def test_a_restart_with_suspects_alone_does_not_begin_again(tmp_path: Path) -> N
     (tmp_path / "iter_0000002").rename(tmp_path / "iter_0000002.suspect")
     (tmp_path / "latest").unlink()
     for environ, error in ((RESTART, CheckpointError), ({}, ConfigError)):
-        with pytest.raises(error, match="[Ss]et aside"):
+        with pytest.raises(error, match=r"[Ss]et aside"):
             run_here(tmp_path, "--load", str(tmp_path), **environ)
 
 
